@@ -1,7 +1,7 @@
-"""What it costs, or brings, that attention is split: its time in splits, in parts of one softmax over everything.
+"""Measure the time of attention computed in splits relative to one softmax over all positions.
 
-Pairs take turns, and each figure is the median of their ratios. On the CPU one thread and its own CPU time, so a busy
-machine will do; on a GPU its clock.
+Pairs take turns; each figure is the median of their ratios. On the CPU, one thread and its CPU time are measured, so
+other load hardly matters.
 
 python bench/attention_splits.py [--device cuda] [--split 4096] [--positions 4096,65536] [--rows 1,16] [--repeats 15]
 """
@@ -20,12 +20,12 @@ from rlhfspec.kernels.cpu import build
 from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention
 
 BLOCK_SIZE = 16
-SECONDS_OF_A_TURN = 0.01  # short contexts are run again and again
+SECONDS_OF_A_TURN = 0.01  # short contexts run repeatedly for that long
 UNSPLIT = 1 << 30
 
 
 class Chunk:
-    """The last rows of one sequence, whose blocks lie anywhere in a cache of one layer."""
+    """Last rows of one sequence whose blocks are scattered over a one-layer KV cache."""
 
     def __init__(self, positions: int, num_rows: int, args: argparse.Namespace, dtype: torch.dtype) -> None:
         num_blocks = -(-positions // BLOCK_SIZE)
@@ -56,8 +56,8 @@ class Chunk:
 
 
 def ratio(chunk: Chunk, split: int, repeats: int) -> tuple[float, float]:
-    """Milliseconds of one softmax, and what splits take in parts of it."""
-    chunk.seconds(split, 1)  # compiles, on a GPU
+    """Return the milliseconds of one softmax, and the median ratio of split to unsplit time."""
+    chunk.seconds(split, 1)  # compiles on a GPU
     chunk.seconds(UNSPLIT, 1)
     times = max(1, int(SECONDS_OF_A_TURN / max(chunk.seconds(UNSPLIT, 1), 1e-9)))
     pairs = [(chunk.seconds(UNSPLIT, times), chunk.seconds(split, times)) for _ in range(repeats)]

@@ -1,10 +1,10 @@
-"""What a checkpoint of several ranks costs: seconds, and memory above the rank's own share, of three ways to write it.
+"""Measure the time and extra memory of three ways to write a checkpoint of several ranks.
 
     python bench/checkpoint_shares.py --ranks 2 --mib 256
 
-Each rank keeps shares of that many MiB in all: parameters as FSDP2 cuts them, and two moments of each. `shares`
-is what a run does, `dcp` torch's distributed checkpoint in its safetensors format, `gathered` one tensor at a time onto
-the first rank. Each way in processes of its own; a line of JSON each: the median of the slowest rank, the most memory.
+Each rank holds that many MiB of FSDP2 shards: parameters and two moments of each. `shares` is the way of a run, `dcp`
+is torch.distributed.checkpoint in safetensors format, and `gathered` sends one tensor at a time to rank 0. Each way
+runs in its own processes and prints a line of JSON: median seconds of the slowest rank, and peak memory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ State = dict[str, torch.Tensor]
 
 
 def state_of(mib: int) -> State:
-    """Tensors of 4 MiB a rank."""
+    """Return sharded tensors of 4 MiB per rank each, `mib` MiB per rank in all."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     rows = 512 * dist.get_world_size()
     return {
@@ -82,13 +82,13 @@ def resident(which: str) -> int:
 
 
 def measured(way: str, state: State, place: Path, ranks: Ranks) -> tuple[float, int]:
-    """Seconds, and bytes above what the process had before."""
+    """Return the seconds of one checkpoint, and its peak bytes above the memory before."""
     folder = place / way
     if ranks.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
     dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak
     before, began = resident("VmRSS"), time.perf_counter()
     WAYS[way](state, folder, ranks)
     dist.barrier()

@@ -1,4 +1,4 @@
-"""Milliseconds per pass of a model's gated MLPs: our kernels against torch and oneDNN, interleaved, medians.
+"""Compare the packed gated-MLP kernels with torch and oneDNN in milliseconds per pass.
 
 python bench/cpu_linear.py [--layers 4] [--hidden 256] [--intermediate 24576] [--repeats 15] [--rows 1,8,64]
 """
@@ -56,7 +56,7 @@ def torch_mode(layers: list[tuple[nn.Linear, nn.Linear, nn.Linear]]) -> Mode:
 
 
 def onednn_mode(layers: list[tuple[nn.Linear, nn.Linear, nn.Linear]]) -> Mode:
-    """oneDNN with prepacked weights and the activation fused into the gate, as inference servers do on CPU."""
+    """Return oneDNN with prepacked weights and the activation fused into the gate, as CPU servers run it."""
     reorder, multiply = torch.ops.mkldnn._reorder_linear_weight, torch.ops.mkldnn._linear_pointwise
     weights = [[reorder(linear.weight.detach().to(torch.bfloat16)) for linear in layer] for layer in layers]
 
@@ -71,7 +71,7 @@ def onednn_mode(layers: list[tuple[nn.Linear, nn.Linear, nn.Linear]]) -> Mode:
 
 
 def medians(modes: dict[str, Mode], x: Tensor, repeats: int, clock: Clock) -> dict[str, tuple[float, float]]:
-    """(median, minimum) milliseconds of each mode; the modes take turns."""
+    """Return the (median, minimum) milliseconds of each mode; the modes take turns."""
     times: dict[str, list[float]] = {name: [] for name in modes}
     for _ in range(repeats + 1):
         for name, run in modes.items():

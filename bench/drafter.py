@@ -1,9 +1,10 @@
-"""Measure what a drafter learns while a run goes on: python bench/drafter.py [--tokens 208896] [--drafters given].
+"""Measure how many tokens per verification a drafter gains by learning during a run.
 
-The synthetic pair `library` (byte-level models trained on the standard library's text, 3.3M and .3M parameters): tokens
-a verification of a drafted chain of six at temperature 1, on prompts and seeds that nothing is learnt from. First as
-the drafter begins, then after it has learnt from `--tokens` tokens that were verified, each at most `--passes` times.
-All print the same digest: that of the tokens, which no drafter changes.
+    python bench/drafter.py [--tokens 208896] [--drafters given]
+
+The synthetic pair `library` drafts chains of six at temperature 1, before and after learning from `--tokens` verified
+tokens, each used at most `--passes` times. Measured prompts and seeds are not learnt from. No drafter may change the
+printed digest of tokens.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ class DrafterRow:
     drafter: str
     begins: float  # tokens a verification
     learnt: float | None
-    num_tokens: int  # learnt from, each as often as it was used
+    num_tokens: int  # learnt from, counted once per use
     seconds: float  # of learning
     digest: str
 
 
 def measure(engine: Engine) -> tuple[float, str]:
-    """Tokens a verification, and the digest of the tokens."""
+    """Return the tokens per verification, and the digest of the tokens."""
     done = sample(engine, prompts=991, seed=5000, num_tokens=MEASURED)
     tokens = [each.token_ids for each in done]
     rate = sum(map(len, tokens)) / sum(each.stats.num_verifications for each in done)
@@ -45,7 +46,7 @@ def measure(engine: Engine) -> tuple[float, str]:
 
 
 def learn_from(engine: Engine, num_tokens: int) -> None:
-    """Generate so many tokens, and learn after every few thousand until nothing is left."""
+    """Generate `num_tokens` tokens in rounds, learning after each until nothing is left."""
     for number in range(-(-num_tokens // (SEQUENCES * LEARNT_FROM))):
         sample(engine, prompts=3000 + number, seed=100_000 * (number + 1), num_tokens=LEARNT_FROM)
         while engine.learning.learn_while_idle():
@@ -63,7 +64,7 @@ def row(name: str, drafter: str | Path | None, *, num_tokens: int) -> DrafterRow
         profile=False, learning=1.0 if num_tokens else "off", speculation="off",
     )  # fmt: skip
     engine.set_speculation(CHAIN["suffix" if drafter is None else "model"])
-    learning, engine.learning = engine.learning, None  # what is measured is not learnt from
+    learning, engine.learning = engine.learning, None  # measured tokens are not learnt from
     begins, digest = measure(engine)
     if learning is None:
         return DrafterRow(name, begins, None, 0, 0.0, digest)

@@ -1,9 +1,10 @@
-"""What a dry generator that scores is worth: python bench/dry.py [--tiny target|wide] [--pairs 5] [--json FILE].
+"""Measure how much dry generators speed up scoring when they help the reference.
 
-PPO with a reference, in processes of one thread each: two generators, whose answers are short, and one reference, whose
-samples are long. Without help and helped by both generators when they are dry, taking turns. Told are the seconds from
-the first sample of a step to the last score of its reference (from the traces), and those of whole steps; the first
-step does not count, for it holds the helpers' loading, nor does the last. Both must draw the same curve.
+    python bench/dry.py [--tiny target|wide] [--pairs 5] [--json FILE]
+
+PPO runs in one-thread processes, two generators with short answers and a reference with long samples, in turns with
+and without help. Printed are the seconds from a step's first sample to its last reference score, and those of whole
+steps, without the first (loading) and the last. Both runs must produce the same curve.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ REWARDS = "def letters(completion):\n    return sum(map(str.isalpha, completion)
 
 
 def write_job(folder: Path, given: argparse.Namespace) -> Path:
-    """Prompts of `--prompt-tokens` bytes, which are as many tokens."""
+    """Write a job with prompts of `--prompt-tokens` bytes, one token each, and return its path."""
     models = ensure()
     rows = ({"prompt": f"{number}: " + "and so on, " * (given.prompt_tokens // 11)} for number in range(64))
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -76,7 +77,7 @@ def run(job: Path, out: str, helped: bool, num_steps: int) -> Path:
 
 
 async def _order(folder: Path, last_step: int) -> None:
-    """In the rebalancer's place, who is stopped until the last step, and then goes on to end with the run."""
+    """Publish plans in place of the rebalancer, which stays stopped until the last step."""
     connections = Connections.read(folder / "processes" / "connections.json")
     transport = await connect(connections, "rebalancer", name="rebalancer")
     bus = Bus(transport, "dry", uid=connections.uid, workers={"rebalancer": 1}).of("rebalancer")

@@ -1,8 +1,8 @@
-"""Tokens a second of processor time: our engine, vLLM under the law, and vLLM's own sampler without log-probs.
+"""Compare tokens per CPU second of the engine, vLLM under the law, and vLLM's own sampler without log-probs.
 
-One thread, float32, nothing drafted, prefixes not kept, the same prompts and lengths. Rounds take turns; of each engine
-the median, and of vLLM under the law in parts of vLLM the geometric mean of the pairs' ratios with its 95 % interval.
-Many short rounds: on a shared machine a single one is off by a third.
+All use one thread, float32, and no drafts or kept prefixes. Rounds take turns. Printed are medians, and the geometric
+mean of the paired law / sampler ratios with its 95 % interval. Use many short rounds: on a shared machine a single one
+is off by a third.
 
 python bench/engines.py [--model tiny:sums] [--pairs 60] [--sequences 1 8 32] [--tokens 64]
 """
@@ -30,12 +30,12 @@ from rlhfspec.engine.vllm.finding import INSTALL_VLLM, find_python
 from rlhfspec.huggingface.loading import load_model
 from rlhfspec.tiny import resolve
 
-Round = Callable[[list[list[int]]], tuple[int, float]]  # prompts; tokens, and seconds of the processor
+Round = Callable[[list[list[int]]], tuple[int, float]]  # prompts -> (tokens, CPU seconds)
 MAX_CONTEXT = 256
 
 
 def seconds_of(pid: int) -> float:
-    """Of the processor, so far; all threads of the process."""
+    """Return the CPU seconds that all threads of a process have used so far."""
     threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(each.read_text().split()[0]) for each in threads) / 1e9
 
@@ -92,7 +92,7 @@ def measure(args: argparse.Namespace, python: Path, num_sequences: int) -> None:
             prompts = draw.integers(3, 100, (num_sequences, 32)).tolist()
             for name in rounds if index % 2 else reversed(rounds):
                 tokens, seconds = rounds[name](prompts)
-                if index:  # the first is for warmth
+                if index:  # the first warms up
                     speeds[name].append(tokens / seconds)
     ratio = paired(speeds["vllm under the law"], speeds["vllm's own sampler"])
     cells = " | ".join(f"{statistics.median(each):,.0f}" for each in speeds.values())

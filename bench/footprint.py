@@ -1,8 +1,7 @@
-"""What a run takes of the machine: python bench/footprint.py JOB [--set PATH=VALUE ...] [--idle SECONDS].
+"""Measure the memory and idle CPU of a run: python bench/footprint.py JOB [--set PATH=VALUE ...] [--idle SECONDS].
 
-Starts `rlhfspec run JOB` in one process and with --processes, as a user does, and adds up over all its processes the
-memory (PSS: what several share counts once) and the processor time. With --idle, one reward holds the second step up
-for so many seconds, and the share of one core that is used meanwhile is printed: all others wait. Linux only.
+Runs `rlhfspec run JOB` in one process and with --processes, and sums the memory (PSS) of all its processes. With
+--idle, a reward blocks once for that long, and the share of a core used meanwhile is printed. Linux only.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pathlib import Path
 
 WAYS = {"one process": (), "processes": ("--processes",)}
 LOOK_SECONDS = 1.0
-SETTLE_SECONDS = 5.0  # of an idle stretch: until the last work is done everywhere
+SETTLE_SECONDS = 5.0  # at each end of an idle period, until work is done
 HOLDING = """
 import os, time
 
@@ -35,7 +34,7 @@ def held(completion):
 
 
 def descendants(root: int) -> list[int]:
-    """It and all below it."""
+    """Return the ids of a process and all its descendants."""
     children = defaultdict(list)
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with suppress(OSError):
@@ -71,7 +70,7 @@ def pss_bytes(pid: int) -> int:
 
 
 def cpu_by_name(pids: list[int]) -> dict[str, float]:
-    """Seconds."""
+    """Return the CPU seconds of the processes, summed by name."""
     by_name: dict[str, float] = defaultdict(float)
     for pid in pids:
         with suppress(OSError):
@@ -87,7 +86,7 @@ def memory_by_name(pids: list[int]) -> dict[str, int]:
 
 
 class Watched:
-    """One run, looked at until it ends."""
+    """Run whose memory is sampled until it ends."""
 
     def __init__(self, command: list[str], held: Path, idle: float) -> None:
         self.samples: list[dict[str, int]] = []  # bytes by name

@@ -1,14 +1,11 @@
-"""What it brings to train PPO's actor and critic at the same time: python bench/fusion.py [--tiny wide|target].
-
-The same made-up step (4 prompts x 4 samples of 256 tokens) is trained by turns on two ranks: with FSDP's shares of both
-models on each, and with a model on each:
+"""Measure the speedup from training PPO's actor and critic at the same time.
 
     export RLHFSPEC_RANKS_SECRET=$(openssl rand -hex 32)
     OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 2 bench/fusion.py
 
-Ratios are medians over turns; without two quiet cores they say nothing. The models are synthetic
-(`rlhfspec.tiny`), the critic is a new head on the policy's trunk. Digests of both models stand behind each way:
-those with as many threads a model must be equal.
+The same synthetic step (4 prompts x 4 samples of 256 tokens) is trained in turns on two ranks: with both models sharded
+by FSDP, and with one model per rank. Ratios are medians over turns and need two quiet cores. Digests of ways with equal
+threads per model must match.
 """
 
 from __future__ import annotations

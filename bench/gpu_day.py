@@ -1,11 +1,9 @@
-"""What only a GPU can show, in one go: python bench/gpu_day.py --minutes 9 [--only kernels --only engine].
+"""Run all checks that need a GPU: python bench/gpu_day.py --minutes 9 [--only kernels --only engine].
 
-Every part is a process of its own with a deadline, so that none stops another: one that fails, hangs or kills its CUDA
-context leaves a line that says so. A result is one line of JSON, written when it is there; the table at the end sets
-what was found beside what is expected of a data-centre GPU. Models have random weights; nothing is downloaded.
+Each part is a process with a deadline, so one that fails, hangs or kills its CUDA context cannot stop another. Each
+result is a line of JSON, written at once, with what a data-centre GPU should reach. Nothing is downloaded.
 
---device second runs it all, tiny, on the device that tests have (tests/second_device): so that it works on the day
-there is a GPU. --device cpu likewise, without that device. Figures of either mean nothing.
+--device second (of tests/second_device) or cpu runs tiny versions to test the script; their figures mean nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from pathlib import Path
 
 from gpu_parts.measure import Day, Found
 
-# In this order; the share of the time that each may take.
+# Parts in order, with the share of the time that each may take.
 PARTS = {
     "environment": 1, "twins": 2, "law": 3, "waits": 2, "kernels": 4, "engine": 4, "training": 4, "scorers": 2,
     "ranks": 2, "weights": 2, "loop": 4, "vllm": 6,
@@ -33,11 +31,11 @@ ROOMS = {
     "loop": "training", "vllm": "vllm",
 }  # fmt: skip
 LEAST_SECONDS = 30.0
-LAST_WORDS = 600  # characters of a failed part's
+LAST_WORDS = 600  # characters of a failed part's traceback
 
 
 def run_part(name: str, day: Day) -> None:
-    """In the part's own process: write its results."""
+    """Run a part and write its results."""
     try:
         getattr(import_module(f"gpu_parts.{ROOMS[name]}"), name)(day)
     except Exception:
@@ -45,7 +43,7 @@ def run_part(name: str, day: Day) -> None:
 
 
 def run_all(names: list[str], day: Day, minutes: float) -> None:
-    """Run the parts one after the other, each in a process that is ended when its share of the time is over."""
+    """Run the parts in turn, each in a process that is killed when its share of the time is over."""
     last = time.monotonic() + minutes * 60
     for place, name in enumerate(names):
         left = last - time.monotonic()

@@ -1,9 +1,8 @@
-"""What whole groups at one generator are worth: python bench/groups.py [--prompt 500 1000] [--pairs 5].
+"""Measure the benefit of keeping whole groups on one generator: python bench/groups.py [--prompt 500 1000] [--pairs 5].
 
-A real job in one process, GRPO with two generators whose samples may move, by turns with `prefetch: 4`, which deals a
-group out in pieces, and as it is of itself. Told are, of all steps: prompt tokens that the engines ran over the
-distinct ones, processor seconds of their steps, and seconds of generation. Both must draw the same curve. The model is
-synthetic (`sums` of `rlhfspec.tiny`, .5M parameters), prompts are bytes.
+GRPO runs in one process with two generators and movable samples, in turns with `prefetch: 4`, which splits groups, and
+with the default. Printed over all steps are prompt tokens run relative to distinct ones, CPU seconds of engine steps,
+and seconds of generation. Both runs must produce the same curve. Prompts are bytes.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def write_job(folder: Path, given: argparse.Namespace) -> None:
 
 
 def run_counted(job: Path, out: Path) -> None:
-    """In a process of its own: `rlhfspec run`, with engines that count."""
+    """Run `rlhfspec run` in this process, counting prefill tokens and CPU seconds of engine steps."""
     from rlhfspec.cli.main import app
     from rlhfspec.engine.base import EngineStep
     from rlhfspec.engine.core import Engine

@@ -1,14 +1,13 @@
-"""What KV memory costs: mapped on demand against written when it is made, and tails copied against run by each sibling.
+"""Measure the costs of KV memory that is mapped on demand, and of copied tails of shared prompts.
 
     python bench/kv_memory.py [--pairs 9] [--rows 32] [--tokens 96]
     python bench/kv_memory.py --tails 8 [--group 16] [--rows 128] [--tokens 32]
 
-The first: two engines of the synthetic 3.3M model (fp32, no drafts, room for 64 rows of 1,024 tokens) do the same
-training steps in turn, groups of 8 answers and then new weights. Printed: resident KV memory after the start, after a
-step, after a step four times as large and after the two steps behind it. Linux only.
+The first compares it with KV memory written at creation, on the same steps of two engines of the 3.3M model. It prints
+resident KV memory at the start and after steps of several sizes. Linux only.
 
-The second: a training step of prompts of so many tokens, on one engine. Either way CPU seconds are told as the median
-ratio of pairs, which take turns at being first.
+The second compares copied tails with tails run by each sibling, for prompts of so many tokens. Both print the median
+ratio of CPU seconds over alternating pairs.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ MEGABYTE = 1 << 20
 
 
 def written_at_once(*, dtype: torch.dtype, device: torch.device, **shape: int) -> torch.Tensor:
-    """As KV memory was made before."""
+    """Allocate zeroed KV memory, as before it was mapped on demand."""
     num_blocks, layers, size, heads, dim = (
         shape[name] for name in ("num_blocks", "num_layers", "block_size", "num_kv_heads", "head_dim")
     )
@@ -55,7 +54,7 @@ def make() -> Engine:
 
 
 def step(engine: Engine, number: int, rows: int, tokens: int) -> float:
-    """CPU seconds."""
+    """Run one step and return its CPU seconds."""
     texts = [prompt for prompt in prompts(rows // 8, seed=number) for _ in range(8)]
     began = time.process_time()
     engine.generate(texts, SamplingParams(max_tokens=tokens, ignore_eos=True))
@@ -64,7 +63,7 @@ def step(engine: Engine, number: int, rows: int, tokens: int) -> float:
 
 
 def without_tails(self: Prefixes, sequence: Sequence) -> Found:
-    """As it was when only whole blocks were shared."""
+    """Return the cached prefix without the tail beyond its whole blocks."""
     found = find(self, sequence)
     return Found(blocks=found.blocks) if len(found.blocks) == len(sequence.prefix.hashes) else found
 

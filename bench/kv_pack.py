@@ -1,9 +1,9 @@
-"""What packing KV for a move costs against memcpy: CPU time of one thread at both ends, the checksum included.
+"""Compare packing KV for a move, checksums included, with memcpy in CPU time of one thread.
 
     python bench/kv_pack.py [--tokens 1024] [--repeats 41]
 
-A source's part is `pack_into` the memory of a link and a checksum of it; the destination's is the checksum again and
-`unpack_from`. Slots are those of a sequence that drafted trees: a third of them does not follow its neighbour.
+The source packs into link memory and computes a checksum; the destination computes it again and unpacks. A third of the
+slots do not follow their neighbour, as after drafted trees.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODELS = {
 
 
 def scattered(num_tokens: int, num_blocks: int, block_size: int) -> np.ndarray:
-    """Blocks in any order, and inside them every third neighbour swapped."""
+    """Return slots in shuffled blocks, with a third of the neighbours swapped."""
     rng = np.random.default_rng(1)
     blocks = rng.permutation(num_blocks)[: -(-num_tokens // block_size)].astype(np.int32)
     slots = (blocks[:, None] * block_size + np.arange(block_size, dtype=np.int32)).ravel()[:num_tokens]
@@ -40,7 +40,7 @@ def scattered(num_tokens: int, num_blocks: int, block_size: int) -> np.ndarray:
 
 
 def measure(ways: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Milliseconds of this thread, medians; the ways take turns."""
+    """Return the median thread CPU milliseconds of each way; the ways take turns."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repeats):
         for name, way in ways.items():
@@ -57,7 +57,7 @@ def ways_of(model: str, num_tokens: int) -> tuple[int, dict[str, Callable[[], ob
         num_blocks=num_blocks, num_layers=num_layers, block_size=16, num_kv_heads=num_heads, head_dim=dim,
         dtype=dtype, device=torch.device("cpu"),
     )  # fmt: skip
-    kv += 1  # every page is there
+    kv += 1  # touches every page
     there, slots = kv.clone(), scattered(num_tokens, num_blocks, 16)
     size = kv.nbytes // (num_blocks * 16)
     link, other = (np.ones((num_tokens, size), np.uint8) for _ in range(2))

@@ -1,11 +1,10 @@
-"""What a drafter that learns costs where that cannot pay: python bench/learning_costs.py [--seconds 60] [--jobs 1 2].
+"""Measure the cost of a learning drafter where it cannot pay.
 
-Five small jobs of random models, most of which cannot gain anything, each generated with `learning: auto` and `off` in
-many short rounds that take turns, on one thread; seconds are those of the CPU. Tokens are the same, and so are
-strategies: under `adaptive` both would choose by their own clocks, and differ by more than learning costs.
-`on / off`: seconds, the geometric mean of the rounds with its 95 % interval. `calls`: the share of the time that went
-into the calls of learning, as they were timed from outside. A step of these models takes some milliseconds, so what
-learning does in every step weighs more than anywhere.
+    python bench/learning_costs.py [--seconds 60] [--jobs 1 2]
+
+Five small jobs of random models run with `learning: auto` and `off` in short alternating rounds on one thread.
+Strategies are fixed, because `adaptive` chooses by its own clock. `on / off` is the geometric mean ratio of CPU seconds
+with its 95 % interval; `calls` is the share of time in learning calls.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from rlhfspec.tiny import perturbed, random_model
 
 VOCAB = 1024
 CHAIN = DraftPlan(drafter="model", depth=4)
-# noise on the policy that drafts (None: no kin of it), how is drafted, sequences
+# noise on the policy to make the draft (None: an unrelated model), plan, sequences
 JOBS: dict[str, tuple[float | None, DraftPlan, int]] = {
     "suffix drafts, the model never": (0.3, DraftPlan(drafter="suffix", depth=4), 8),
     "a draft that fits already": (0.0, CHAIN, 8),
@@ -48,7 +47,7 @@ def engine_of(noise: float | None, plan: DraftPlan, learning: str) -> Engine:
 
 
 def timed(engine: Engine, spent: list[float]) -> None:
-    """Note seconds of the CPU in calls of its learning, as they are made."""
+    """Wrap the engine's learning calls so that their CPU seconds are appended to `spent`."""
 
     def around(call: Callable[..., Any]) -> Callable[..., Any]:
         def timed_call(*arguments: Any, **named: Any) -> Any:
@@ -85,7 +84,7 @@ def main() -> None:
         seconds: dict[str, list[float]] = {"auto": [], "off": []}
         num_steps = num_learnt = 0
         calls: list[float] = []
-        for order in (("auto", "off"), ("off", "auto")):  # the one made first lies otherwise in memory
+        for order in (("auto", "off"), ("off", "auto")):  # the order of creation changes the memory layout
             engines = {learning: engine_of(noise, plan, learning) for learning in order}
             for engine in engines.values():
                 generate(engine, num_sequences, given.tokens, 0)

@@ -1,7 +1,7 @@
-"""What loading a model takes: `python bench/loading.py`.
+"""Measure the time to load a model: `python bench/loading.py`.
 
-Medians over turns, of the shipped tiny models (made the first time): from the folder to an engine that can run, and how
-much of that is looking at the model, putting kernels under it, and the proof that it is right.
+Prints medians for the tiny models: from folder to engine, and the part that examines the model, installs kernels and
+proves them right.
 """
 
 from __future__ import annotations

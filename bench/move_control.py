@@ -1,9 +1,9 @@
-"""What a question of a move and its answer cost: over our frames, over one kept gRPC stream, and by unary gRPC calls.
+"""Compare control requests of moves over frames, one kept gRPC stream, and unary gRPC calls.
 
     python bench/move_control.py [--questions 2000] [--turns 9] [--bytes 3000] [--tls]
 
-Two processes, the one that asks and the one that answers; the same bytes go each way. Ways take turns. CPU is that of
-both processes together, latency the asker's; medians of the turns, and of each turn's ratio to our frames.
+A client and a server process exchange the same bytes; ways take turns. CPU is that of both processes, latency the
+client's. Printed are medians of the turns, and of each turn's CPU ratio to frames.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from rlhfspec.moves.migration.base import Peer
 from rlhfspec.moves.migration.control import StreamControl, StreamControlServer
 
 SERVICE = "rlhfspec.bench.MoveControl"
-NUMBER = 4  # bytes: which question an answer is to, as replies may come in any order
+NUMBER = 4  # bytes of a request's number, as replies may come in any order
 ROLE = "generator"
 WAYS = ("frames", "stream", "unary")
 Ask = Callable[[bytes], Awaitable[bytes]]
 
 
 class KeptStream:
-    """Asks over one bidirectional stream that stays open; many questions may be on their way at once."""
+    """Client of one bidirectional stream that stays open and carries many requests at once."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._call = channel.stream_stream(f"/{SERVICE}/Stream")()
@@ -118,7 +118,7 @@ def serving(pipe: Connection, credentials: Path | None) -> None:
 
 
 def cpu_of(pipe: Connection) -> float:
-    """Of both processes, so far."""
+    """Return the CPU seconds that both processes have used so far."""
     pipe.send("cpu")
     return float(pipe.recv()) + time.process_time()
 

@@ -1,5 +1,6 @@
-"""How much CPU the operator takes for its looks at many jobs, against an API server that only answers: no network, no
-server's own time. Every write's answer and every change of a pod goes through the cache, as the watches tell them.
+"""Measure the operator's CPU time to reconcile many jobs against an in-memory API server.
+
+Answers to writes and changes of pods go through the cache, as watches deliver them.
 
 python bench/operator_looks.py --jobs 200 --generators 4
 python bench/operator_looks.py --profile steady
@@ -36,7 +37,7 @@ NAMESPACE = "many"
 
 
 class Server:
-    """The part of an `Api` that looks use: objects by their path, each write a new version."""
+    """In-memory part of an `Api` that reconciling uses. Each write makes a new version."""
 
     def __init__(self) -> None:
         self.objects: dict[str, Json] = {}
@@ -70,14 +71,14 @@ class Server:
         return ApiResponse(200, self.touch(path))
 
     def touch(self, path: str) -> Json:
-        """As a watch, or the answer to a write, has it: an object that nobody else holds."""
+        """Return a copy of the object with a new resource version, as a watch delivers it."""
         thing = self.objects[path]
         thing["metadata"] = thing["metadata"] | {"resourceVersion": str(next(self._versions))}
         told: Json = json.loads(json.dumps(thing))
         return told
 
     def say(self, path: str, status: Json) -> Json:
-        """As the kubelet does of a pod."""
+        """Set an object's status, as the kubelet does for a pod."""
         self.objects[path] = self.objects[path] | {"status": status}
         return self.touch(path)
 
@@ -112,7 +113,7 @@ class Bench:
         return len(self.keys)
 
     async def come_in(self) -> int:
-        """One pod after the other becomes ready, and each is a look: as when the queue gathers nothing."""
+        """Make pods ready one by one and reconcile after each, as if the queue gathered nothing."""
         num_looks = 0
         for key in self.keys:
             for pod in self.cache.pods(key):

@@ -1,4 +1,4 @@
-"""How long a plan takes over a large fleet, beside a plain pass of numpy over the same arrays.
+"""Time `plan()` on a large fleet, next to plain numpy operations on the same arrays.
 
 python bench/plan.py --generators 10000 --sequences 1000000
 """
@@ -15,7 +15,7 @@ from rlhfspec.moves.rebalancing.plan import plan
 
 
 def large_fleet(num_generators: int, num_sequences: int, seed: int = 0) -> Fleet:
-    """Work-bound engines with lognormal lengths, a hundred sequences each: synthetic."""
+    """Return a synthetic fleet of work-bound engines with lognormal lengths."""
     rng = np.random.default_rng(seed)
     return Fleet.of(
         step_seconds=np.full(num_generators, 2.5e-3),
@@ -29,7 +29,7 @@ def large_fleet(num_generators: int, num_sequences: int, seed: int = 0) -> Fleet
 
 
 def passing(fleet: Fleet) -> float:
-    """Twenty plain operations over all sequences: what numpy can do in the time."""
+    """Run twenty plain numpy operations over all sequences, as a baseline."""
     total = fleet.remaining
     for _ in range(10):
         total = np.maximum(total * 1.01, fleet.remaining)

@@ -1,8 +1,8 @@
-"""What processes cost: python bench/processes.py [--tiny target|wide] [--repeats 5] [--json FILE].
+"""Measure the overhead of processes: python bench/processes.py [--tiny target|wide] [--repeats 5] [--json FILE].
 
-The same job (GRPO with a reference, two generators, two rewards) by `rlhfspec run` and with `--processes`, as
-a user starts them, taking turns. A step's seconds are those between two lines of steps.jsonl; the first does not count.
-Each repetition gives a ratio of medians; told is the median of the ratios. Both must draw the same curve.
+The same job (GRPO with a reference, two generators, two rewards) runs in turns with and without `--processes`. A step
+lasts from one line of steps.jsonl to the next; the first does not count. Printed is the median over repetitions of the
+ratio of median steps. Both runs must produce the same curve.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WAYS = {"one process": (), "processes": ("--processes",)}
 
 
 def measured(settings: StepSettings, speculation: str, way: str) -> tuple[float, list[str]]:
-    """Median seconds a step, and the digest of the weights after each."""
+    """Return the median seconds per step, and the weights digest after each."""
     sets = [word for override in WORKERS for word in ("--set", override)]
     lines = run_ours(settings, speculation, *sets, *WAYS[way])
     digests = [json.loads(line)["weights_digest"] for line in lines.splitlines()]

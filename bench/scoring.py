@@ -1,9 +1,8 @@
-"""What it is worth to scorers that a prompt is run once for its answers: python bench/scoring.py [--answers 16].
+"""Measure how much scorers gain by running a prompt once for all its answers: python bench/scoring.py [--answers 16].
 
-Two of each scorer, one that keeps prompts and one that does not, score the same samples in turn: a few groups whose
-answers come interleaved, as those of two generators do. Processor seconds a sample, medians of the rounds, and whether
-the numbers of the two are the same bits. The models are synthetic: `target` (3.3M parameters) or `wide` (77M) of
-`rlhfspec.tiny`, the reward model one of target's shape with random weights.
+Two of each scorer, one of which keeps prompts, score the same groups with interleaved answers. Printed are median CPU
+milliseconds per sample, and how far the scores are apart. Models are synthetic: `target` (3.3M parameters) or `wide`
+(77M).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ NUM_GROUPS = 3
 
 
 def samples_of(given: argparse.Namespace, turn: int) -> list[Sample]:
-    """New prompts in every round: none is kept from the one before."""
+    """Return new random samples, so that no prompt is kept from an earlier round."""
     drawn = random.Random(turn)
 
     def tokens(count: int) -> list[int]:
@@ -56,13 +55,13 @@ def references(path: str, most: int) -> list[Score]:
 
 def critics(path: str, most: int) -> list[Score]:
     critic = load_critic(Model(path=path), max_context=most)
-    with torch.no_grad():  # a new critic says zero
+    with torch.no_grad():  # a new critic returns zero
         critic.score.weight.normal_(generator=torch.Generator().manual_seed(0))
     return [ValueScorer(critic, max_context=most, keep_prompts=keep).values for keep in (True, False)]
 
 
 def rewards(path: str, most: int) -> list[Score]:
-    """torch's arithmetic is another one for other numbers of rows, so the two are compared as numbers, not as bits."""
+    """Return scorers to compare as numbers, not bits: torch's arithmetic depends on the number of rows."""
     config = AutoConfig.from_pretrained(path, num_labels=1, max_position_embeddings=most)
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).eval()

@@ -1,6 +1,6 @@
-"""Tables of simulated stages: `python bench/simulated_bars.py [table|swings|large]...`; without arguments all of them.
+"""Print tables of simulated stages: `python bench/simulated_bars.py [table|swings|large]...`, by default all.
 
-Everything here is simulated: synthetic lengths, measured or assumed curves, no engine.
+No engine runs: lengths are synthetic, curves measured or assumed.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ def table() -> None:
 
 
 def swings() -> None:
-    """At least a million steps of generators with lengths chosen against who learns from what has ended."""
+    """Simulate at least a million generator steps with adversarial lengths, and print moves and swings."""
     num_steps = num_swings = most = moves = sequences = seed = 0
     while num_steps < 1_000_000:
         for curve in ("adaptive", "t0=2.5c", "t0=32c"):
             seed += 1
             work = workload("adversarial", num_generators=64, per_generator=32, seed=seed)
             outcome = simulate(stage(64, curve), work, policy_named("ours", work))
-            # a generator steps as often as the longest of those it ran made tokens, at least
+            # a generator makes at least as many steps as its longest sequence has tokens
             num_steps += sum(int(work.lengths[outcome.ended_on == place].max(initial=0)) for place in range(64))
             num_swings += outcome.num_swings
             times: dict[int, int] = {}

@@ -1,9 +1,9 @@
-"""What looking on costs: the records of many samples through the whole loop, where no stage does anything.
+"""Measure the cost of observability by sending many samples through a loop of idle stages.
 
     python bench/tracing.py [RUN]
 
-Interleaved, in CPU time with every thread counted, the best of many: with nobody looking on, with traces in a
-folder, with metrics, with both. With the folder of a run also as a share of its steps.
+No observer, traces in a folder, metrics, and both are interleaved; each reports its best CPU time over all threads.
+With a run folder, the share of its step time is printed too.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""Where the time of a training step goes: python bench/training.py [--tiny wide|target] [--dtype bfloat16] [--exact].
+"""Profile a training step: python bench/training.py [--tiny wide|target] [--dtype bfloat16] [--exact].
 
-One learner, in a thread of its own as in a run, trains the same made-up step a few times (4 prompts x 4 samples of 256
-tokens, GRPO). Of each step: seconds, processor seconds in the program and in the system, page faults, and the digest
-of the weights, which may not change when something is made faster. Then what each kind of operation took, by torch's
-profiler.
+One learner trains the same synthetic step several times (4 prompts x 4 samples of 256 tokens, GRPO). Each step prints
+seconds, user and system CPU, page faults, and the weights digest, which optimizations must not change. Then torch's
+profile is printed by kind of operation.
 
---sharing: what it saves that answers share their prompt. One prompt, 16 answers of 48 tokens; steps with and without
-training.sharePrompts take turns, by prompts of several lengths.
+--sharing compares steps with and without training.sharePrompts: one prompt of several lengths, 16 answers of 48 tokens.
 """
 
 from __future__ import annotations
@@ -93,7 +91,7 @@ def profile(learner: Learner, step: Rollouts) -> None:
 def take_turns(
     learners: Mapping[str, Learner], step: Rollouts, num_turns: int, clock: Callable[[], float]
 ) -> dict[str, list[float]]:
-    """What the clock says of each one's steps; the first turn is not counted."""
+    """Return the seconds of each learner's steps by the clock, without the first turn."""
     spent: dict[str, list[float]] = {way: [] for way in learners}
     for turn in range(num_turns + 1):
         for way in list(learners)[:: 1 if turn % 2 else -1]:

@@ -1,8 +1,8 @@
-"""What a record's trip takes between processes, and how many one server takes: `python bench/transport.py`.
+"""Measure latency and throughput of records between processes: `python bench/transport.py`.
 
-One nats-server on this machine, streams in files, clients in processes of their own. A trip is measured in the process
-that handles it, from just before `publish` in another to the confirmed acknowledgement. Prints a table, and the same as
-one line of JSON. Processor time is told beside the rates: what else runs on the machine changes it little.
+One local nats-server keeps streams in files; clients have their own processes. A trip lasts from just before `publish`
+until delivery or the confirmed acknowledgement in another process. Rates come with CPU time, which other load changes
+little.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ async def send_trips(url: str, num_bytes: int) -> None:
 
 
 async def time_trips(url: str, num_bytes: int) -> list[tuple[float, float]]:
-    """Of each record: ms until it was in hand, and until it was acknowledged."""
+    """Return for each record the ms until delivery, and until acknowledgement."""
     transport = await connect(url, "reader")
     reading = await transport.subscribe(SUBJECT, READER)
     times: list[tuple[float, float]] = []
@@ -112,7 +112,7 @@ def figures(spans: list[Span], server_seconds: float) -> dict[str, object]:
 
 
 def computed_by(pid: int) -> float:
-    """Seconds of processor time so far."""
+    """Return the CPU seconds of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

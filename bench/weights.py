@@ -1,12 +1,9 @@
-"""Weights of one trainer for several receivers, each a process: `python bench/weights.py`.
+"""Compare ways to send weights from one trainer to several receiver processes: `python bench/weights.py`.
 
-Ways: `file`, a store on /dev/shm; `grpc`, from the trainer to each; `tls`, `grpc` with certificates on both sides;
-`group`, a process group (gloo) while the version is put for gRPC. Ways take turns; medians over turns, after two of
-each that are not counted, because memory is used again only then. `seconds` are from the record's coming to the last
-receiver's having checked tensors. `each` is what one receiver takes in a second (the median one), `all` what all of
-them take together, `link` what leaves the trainer meanwhile. `whole` is from the beginning of the put to the last
-receiver's having checked tensors: with `group` the put sends, too. A `peak` is what a process took beside what it had
-when the turn began, the most of all turns, cold ones too.
+`file` is a store on /dev/shm; `grpc` sends to each receiver; `tls` adds mutual TLS; `group` sends by gloo while the
+version is put for gRPC. Ways take turns; figures are medians without two cold turns. `seconds` last from the record's
+arrival until the last receiver has checked tensors; `whole` includes the put. `each` is the median receiver's rate,
+`all` the total, `link` the rate leaving the trainer. A `peak` is a process's largest memory growth, also in cold turns.
 """
 
 from __future__ import annotations
@@ -148,7 +145,7 @@ def workers(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, tuple[
 
 
 def work(orders: Connection, settings: dict[str, Any]) -> None:
-    """One process: does what it is told and says what it took."""
+    """Run one process, which executes orders and replies with the costs of each."""
     tune_malloc()  # first, as processes of a run do
     import torch
 
@@ -179,7 +176,7 @@ def work(orders: Connection, settings: dict[str, Any]) -> None:
 
 
 def peak_bytes(*, begin: bool, before: int) -> int:
-    """What is resident now; or, not at the beginning, the most that it was since then beyond `before`."""
+    """Return the resident bytes now (`begin`), or their peak since then beyond `before`."""
     if begin:
         Path("/proc/self/clear_refs").write_text("5")
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
@@ -187,7 +184,7 @@ def peak_bytes(*, begin: bool, before: int) -> int:
 
 
 class ByGroup:
-    """What a run does: versions go to the group while they are put into the store."""
+    """Weight store of a run that sends versions to the group while they are stored."""
 
     def __init__(self, store: Any, trainer: str | None, server: Any, address: str) -> None:
         from rlhfspec.training.weights.group.messages import Wish

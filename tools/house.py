@@ -38,14 +38,19 @@ MAY_CATCH_ALL = {
     # whatever a model raises is a verdict on it
     *(f"rlhfspec.sweep.{name}" for name in ("run", "verdict")),
 }
-# Rooms whose words still call programs "who": one that has none any more leaves this list.
-OLD_WORDS = tuple(f"libs/rlhfspec/{room}" for room in ("engine", "training"))
 AS_IF_PERSONS = re.compile(r"(?<!person )(?<!user )(?<!users )\b(?:who|whoever|nobody)\b", re.IGNORECASE)
+# A sentence that begins so has no subject that a reader could know.
+RIDDLES = re.compile(r"(?:^|[.;:!] )(What|Who|Whoever|Whom|Whose|Whether|Of|So many|Nobody|Somebody)\b")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "e2e/README.md", "docs/")
+MOST_WORDS = 44_000
 TEXTS = {".py", ".md", ".toml", ".txt", ".cpp", ".h", ".yaml", ".json", ""}
 # What takes Python objects, and with them code, from a file or another process.
 UNPICKLES = {"_pickle", "cloudpickle", "dill", "joblib", "marshal", "multiprocessing", "pickle", "shelve"}
 SENDS_OBJECTS = re.compile(r"(broadcast|send|recv)_object_list|(all_)?gather_object|scatter_object\w*")
 OF_ONE_MACHINE = re.compile(r"(?<![\w.$~}])/(?:work|root|home|Users)/\w")
+
+
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True, order=True)
@@ -88,6 +93,16 @@ class House:
     @cached_property
     def code(self) -> tuple[Path, ...]:
         return tuple(path for path in self.ending(".py") if in_root(path).parts[0] == "rlhfspec")
+
+    def docstrings(self) -> Iterator[tuple[Path, Documented, str]]:
+        for path in self.code:
+            for node in ast.walk(self.tree(path)):
+                if isinstance(node, Documented) and (text := ast.get_docstring(node)):
+                    yield path, node, text
+
+    @property
+    def documents(self) -> Iterator[Path]:
+        return (path for path in self.ending(".md") if str(path).startswith(DOCUMENTS))
 
     @cached_property
     def modules(self) -> dict[str, Path]:
@@ -329,10 +344,39 @@ def constants_have_one_value(house: House) -> Iterator[Fault]:
 def programs_are_not_persons(house: House) -> Iterator[Fault]:
     """A process *that* waits, and no process: only a person or a user is somebody who does."""
     for path in house.code:
-        if not str(path).startswith(OLD_WORDS):
-            for number, line in enumerate(house.text(path).splitlines(), 1):
-                if found := AS_IF_PERSONS.search(line):
-                    yield Fault(path, number, f"{found.group()}: name the program or thing that is meant")
+        for number, line in enumerate(house.text(path).splitlines(), 1):
+            if found := AS_IF_PERSONS.search(line):
+                yield Fault(path, number, f"{found.group()}: name the program or thing that is meant")
+
+
+def sentences_begin_with_a_subject(house: House) -> Iterator[Fault]:
+    """Check docstrings and documents; headings and blocks of code are no sentences."""
+    for path, node, text in house.docstrings():
+        if found := RIDDLES.search(_prose_of(text)):
+            line = node.body[0].lineno
+            yield Fault(path, line, f"a sentence begins with {found[1]}: begin with a subject or a verb")
+    for path in house.documents:
+        inside = False
+        for number, line in enumerate(house.text(path).splitlines(), 1):
+            inside ^= line.lstrip().startswith("```")
+            if not inside and not line.startswith("#") and (found := RIDDLES.search(line.lstrip("|-* "))):
+                yield Fault(path, number, f"a sentence begins with {found[1]}: begin with a subject or a verb")
+
+
+def _prose_of(docstring: str) -> str:
+    """Return a docstring in one line, without its examples.
+
+    >>> _prose_of("Add.\\n\\n>>> 1 + 1\\n2")
+    'Add. 2'
+    """
+    lines = [line for line in docstring.splitlines() if not line.lstrip().startswith((">>>", "..."))]
+    return " ".join(" ".join(lines).split())
+
+
+def documents_are_short(house: House) -> Iterator[Fault]:
+    words = sum(bool(re.search(r"\w", word)) for path in house.documents for word in house.text(path).split())
+    if words > MOST_WORDS:
+        yield Fault(Path("docs"), 1, f"the documents have {words:,} words, {MOST_WORDS:,} are allowed")
 
 
 def _constants_of(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
@@ -381,6 +425,8 @@ RULES: tuple[Callable[[House], Iterator[Fault]], ...] = (
     class_names_mean_one_thing,
     constants_have_one_value,
     programs_are_not_persons,
+    sentences_begin_with_a_subject,
+    documents_are_short,
 )
 
 

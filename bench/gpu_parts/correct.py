@@ -123,7 +123,7 @@ def moved(day: Day, model: Any, asked: list[Any], room: dict[str, Any]) -> dict[
 
 
 def waits(day: Day) -> None:
-    """Copies and waits of a step; the layers must have none, as a graph could not be captured around one."""
+    """Count a step's copies and waits; the layers must have none, or no graph can be captured."""
     model = llama(day, layers=8, size="1.5B")
     engine = engine_of(day, model, keep=False, speculation="off", max_context=600, max_sequences=64)
     for request in requests(64 if day.is_real else 4, prompt=100, answer=200, vocab=model.config.vocab_size):

@@ -80,7 +80,7 @@ class Day:
             torch.cuda.synchronize(self.device)
 
     def seconds(self, work: Callable[[], object], repeats: int = 10) -> float:
-        """The median time of `work` on the device, after it has run twice."""
+        """Return the median time of `work` on the device, after two runs."""
         repeats = repeats if self.is_real else 2
         times = []
         for number in range(repeats + 2):
@@ -118,7 +118,7 @@ def line_of(result: dict[str, Any]) -> str:
 
 
 def llama(day: Day, *, layers: int, size: str) -> Any:
-    """A model of a Llama's shape: "8B" or "1.5B" with fewer layers, or a tiny one where there is no GPU."""
+    """Make a model of a Llama's shape: "8B" or "1.5B" with fewer layers, or a tiny one without a GPU."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     shapes = {"8B": (4096, 14336, 32, 8, 128256), "1.5B": (1536, 8960, 12, 2, 151936), "tiny": (64, 128, 4, 2, 260)}
@@ -153,7 +153,7 @@ def fill(model: torch.nn.Module) -> None:
 
 
 def engine_of(day: Day, model: Any, *, keep: bool = True, draft: Any = None, **options: Any) -> Engine:
-    """An engine on the device. keep: the model is used again."""
+    """Open an engine on the device. keep: the model is used again."""
     config = {"device": str(day.device), "dtype": str(day.dtype).removeprefix("torch."), "profile": False} | options
     return make_engine(copy.deepcopy(model) if keep else model, EngineConfig(**config), draft=draft)
 

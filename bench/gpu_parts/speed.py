@@ -16,7 +16,7 @@ LAYERS = 8  # of a model of 8B's widths, which has 32: a day is short
 
 
 def engine(day: Day) -> None:
-    """A quarter of an 8B model: a step takes a quarter of the time, but for the vocabulary and the host."""
+    """Measure a quarter of an 8B model; a step takes a quarter of the time, apart from vocabulary and host."""
     model = llama(day, layers=LAYERS, size="8B")
     prompt, answer = (1024, 256) if day.is_real else (24, 6)
     # a quarter of the layers; a whole model's steps, from GPU.md's expectation of it, are four times as long at most

@@ -22,7 +22,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo.yaml"
 
 
 def training(day: Day) -> None:
-    """Steps of GRPO on a model of 1.5B's widths, in packed rows of 4,096 tokens."""
+    """Time steps of GRPO on a model of 1.5B's widths, in packed rows of 4,096 tokens."""
     layers, length = 28, 1024
     context, answers = (4096, 16) if day.is_real else (64, 4)
     length = length if day.is_real else 12
@@ -117,7 +117,7 @@ def ranks(day: Day) -> None:
 
 
 def loop(day: Day) -> None:
-    """The shipped example, all roles on the one device, against the same on the CPU."""
+    """Compare the shipped example, all roles on one device, with the same on the CPU."""
     steps = 10 if day.is_real else 1
     if day.device.type not in ("cuda", "cpu"):
         day.tell("loop", "not run: a run of its own has no such device", 0)

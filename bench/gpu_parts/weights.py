@@ -18,7 +18,7 @@ HOST = "127.0.0.1"
 
 
 def weights(day: Day) -> None:
-    """A layer of float32 is cast into a bucket of bfloat16 and hashed there; then versions go to another GPU."""
+    """Cast a float32 layer into a bfloat16 bucket, hash it there, and send versions to another GPU."""
     rows = 1 << 15 if day.is_real else 1 << 6
     state = {str(layer): torch.randn(rows, 4096, device=day.device) for layer in range(4 if day.is_real else 2)}
     header = described("day", "policy", 1, state, lambda _: torch.bfloat16)
@@ -70,7 +70,7 @@ def between_gpus(day: Day, state: dict[str, torch.Tensor], num_bytes: int) -> No
 
 
 def receive(trainer: str) -> None:
-    """The other process, on the second GPU."""
+    """Run the other process, on the second GPU."""
     from rlhfspec.training.weights.group.messages import Wish
     from rlhfspec.training.weights.group.receiver import GroupReceiver
     from rlhfspec.training.weights.group.ways import Ways

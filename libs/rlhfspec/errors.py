@@ -1,38 +1,38 @@
-"""Every error the system raises on purpose, drawn as a tree.
+"""Exceptions of RLHFSpec.
 
     RLHFSpecError
-    ├── InvalidRequest (ValueError)   the user asked for something impossible; names the field
-    │   ├── UnsupportedModel          the model needs a feature that the engine refuses
-    │   ├── JobError                  a job file or its data; holds every problem found, not only the first
-    │   └── StageRefused              a stage's process refused the job when it loaded
-    ├── EndedEarly                    a run ends cleanly before its last step
+    ├── InvalidRequest (ValueError)   invalid value of a named field
+    │   ├── UnsupportedModel          unsupported feature of a model
+    │   ├── JobError                  invalid job file or data
+    │   └── StageRefused              job refused by a stage's process
+    ├── EndedEarly                    end of a run before its last step
     │   ├── DataExhausted             the dataset's epochs are over
-    │   └── PolicyCollapsed           the policy has collapsed, and training.stopOnCollapse is on
-    ├── WeightsVersionError           weights of another version than was asked for
-    ├── SequenceStateError            an exported sequence does not fit this engine
-    ├── RolloutError                  samples and scores of a step do not belong together
-    ├── RewardError                   a reward source gave no number for a sample; names both and the cause
-    ├── MalformedRecord               bytes from the wire are not a valid record
-    ├── TransportClosed               a subject was used after the transport, or the subscription, was closed
-    ├── LogProbMismatch               an engine's log-probs differ from the trainer's by more than rounding
-    ├── TransportFull                 `publish` waited too long for room; names the slow consumers
-    ├── MessageTooLarge               a message exceeds the server's limit
-    ├── PlacedError                   names one thing and what is wrong with it
-    │   ├── StorageError              stored weights or a checkpoint: missing, damaged or not writable
-    │   │   └── StorageUnavailable    the object store does not answer; temporary
-    │   ├── ServerFailed              NATS or Redis of a run does not start, or refuses us
-    │   ├── TransportUnavailable      the server between the processes does not answer; temporary
-    │   ├── EngineFailed              the process of an engine dies again and again
-    │   └── LinkError                 bytes of a moving sequence did not reach the other engine
-    ├── ClusterUnavailable            the API server does not answer, or answers with an error
-    │   └── ClusterRefused            the request is forbidden, or its object does not exist
-    ├── LeadershipLost                this replica of the operator is no longer the leader and must not write
-    ├── StageError                    the run ended because of one stage's worker, which it names
+    │   └── PolicyCollapsed           the policy collapsed
+    ├── WeightsVersionError           weights of an unexpected version
+    ├── SequenceStateError            incompatible exported sequence
+    ├── RolloutError                  mismatched samples and scores
+    ├── RewardError                   no reward for a sample
+    ├── MalformedRecord               invalid bytes of a record
+    ├── TransportClosed               use of a closed transport or subscription
+    ├── LogProbMismatch               log-probs unlike the trainer's
+    ├── TransportFull                 timeout of `publish`
+    ├── MessageTooLarge               message above the server's limit
+    ├── PlacedError                   problem of a named thing
+    │   ├── StorageError              weights or checkpoint missing, damaged or not writable
+    │   │   └── StorageUnavailable    object store unreachable; temporary
+    │   ├── ServerFailed              NATS or Redis of a run does not start
+    │   ├── TransportUnavailable      message server unreachable; temporary
+    │   ├── EngineFailed              engine process that keeps failing
+    │   └── LinkError                 failed transfer between engines
+    ├── ClusterUnavailable            API server unreachable or failing
+    │   └── ClusterRefused            forbidden request, or missing object
+    ├── LeadershipLost                write of an operator that no longer leads
+    ├── StageError                    run ended by one stage's worker
     │   ├── StageFailed               the worker raised
-    │   ├── StageStalled              its work took longer than its deadline
-    │   │   └── LoopStalled           all workers wait and none works; names every wait
-    │   └── RecordUndeliverable       no worker could handle a record; it is in the dead letters
-    └── NumericalError                a model gave NaN or infinite logits for one sequence
+    │   ├── StageStalled              the worker missed its deadline
+    │   │   └── LoopStalled           all workers wait
+    │   └── RecordUndeliverable       record that no worker could handle
+    └── NumericalError                NaN or infinite logits of a sequence
 
 Example:
     >>> raise InvalidRequest("temperature", -1.0, "must be >= 0")
@@ -49,7 +49,7 @@ from dataclasses import dataclass
 
 
 def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.7) -> str | None:
-    """Return the known word closest to `word`, ignoring case and underscores; None when none is close.
+    """Return the known word closest to `word`, ignoring case and underscores, or None.
 
     >>> nearest("learning_rate", ["name", "learningRate"]), nearest("banana", ["name"])
     ('learningRate', None)
@@ -64,7 +64,7 @@ def first_line(error: BaseException) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return a "did you mean" ending for a message about an unknown word; empty when no known word is close.
+    """Return a "did you mean" hint for an unknown word, or an empty text.
 
     >>> did_you_mean("stpes", ["steps", "seed"]), did_you_mean("banana", ["steps"])
     ('; did you mean steps?', '')
@@ -78,7 +78,7 @@ def _folded(word: str) -> str:
 
 
 def _brief(value: object) -> str:
-    """Return `repr(value)` on one line, cut at 300 characters because values from the wire may be megabytes long.
+    """Return `repr(value)` on one line, cut at 300 characters.
 
     >>> _brief([1, 2]), len(_brief("x" * 1_000_000))
     ('[1, 2]', 303)
@@ -92,7 +92,7 @@ class RLHFSpecError(Exception):
 
 
 class PlacedError(RLHFSpecError):
-    """An error about one named thing.
+    """Error about one named thing.
 
     >>> str(ServerFailed("nats-server", "ended with exit code 1: no space left on device"))
     'nats-server: ended with exit code 1: no space left on device'
@@ -105,7 +105,7 @@ class PlacedError(RLHFSpecError):
 
 
 class InvalidRequest(RLHFSpecError, ValueError):
-    """A value that the user has to change: its field, the value and the requirement."""
+    """Error about a value that the user has to change."""
 
     def __init__(self, field: str, value: object, problem: str) -> None:
         self.field = field
@@ -116,7 +116,7 @@ class InvalidRequest(RLHFSpecError, ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One problem of a job or its data: its place, the value found and the requirement.
+    """Problem of a job or its data.
 
     >>> print(Problem(field="spec.training.steps", value="many", problem="must be a whole number", where="line 9"))
     line 9: spec.training.steps: must be a whole number (got 'many')
@@ -137,7 +137,7 @@ class Problem:
 
 
 class JobError(InvalidRequest):
-    """A job or its data that cannot run. `problems` holds all problems, in the order of the file.
+    """Invalid job or data; `problems` are in the order of the file.
 
     >>> error = JobError("job.yaml", [Problem(field="spec.trainig", problem="unknown key; did you mean training?")])
     >>> str(error)
@@ -157,7 +157,7 @@ class JobError(InvalidRequest):
 
 
 class StageRefused(InvalidRequest):
-    """A stage's process cannot start with this job. `said` is its message, which begins with the field.
+    """Refusal of a job by a stage's process; `said` is its message, which begins with the field.
 
     >>> str(StageRefused("spec.model.path: does not exist (got 'm')"))
     "spec.model.path: does not exist (got 'm')"
@@ -173,18 +173,18 @@ class StageRefused(InvalidRequest):
 
 
 class EndedEarly(RLHFSpecError):
-    """A clean end of a run before its last step; the message is the reason."""
+    """Clean end of a run before its last step."""
 
 
 class PolicyCollapsed(EndedEarly):
-    """The policy has collapsed. `sign` is the warning about it."""
+    """End of a run whose policy collapsed; `sign` is the warning."""
 
     def __init__(self, sign: str) -> None:
         super().__init__(f"{sign} (training.stopOnCollapse; false goes on)")
 
 
 class DataExhausted(EndedEarly):
-    """The dataset's `epochs` are over. The run ends cleanly after `last_step`."""
+    """End of a run whose dataset has no epochs left."""
 
     def __init__(self, last_step: int, num_rows: int, epochs: int) -> None:
         self.last_step = last_step
@@ -195,11 +195,11 @@ class DataExhausted(EndedEarly):
 
 
 class UnsupportedModel(InvalidRequest):
-    """The model needs an attention feature that the engine refuses rather than ignores."""
+    """Model with an attention feature that the engine does not support."""
 
 
 class WeightsVersionError(RLHFSpecError):
-    """Weights that are older than the loaded ones, or not the version that a request asked for."""
+    """Weights older than the loaded ones, or of another version than requested."""
 
     def __init__(self, wanted: int, have: int, problem: str) -> None:
         self.have = have
@@ -207,7 +207,7 @@ class WeightsVersionError(RLHFSpecError):
 
 
 class SequenceStateError(RLHFSpecError):
-    """An exported sequence that does not fit this engine. `field` is the part of its manifest that differs."""
+    """Exported sequence that does not fit this engine, because `field` of its manifest differs."""
 
     def __init__(self, field: str, theirs: object, ours: object) -> None:
         self.field = field
@@ -215,7 +215,7 @@ class SequenceStateError(RLHFSpecError):
 
 
 class RolloutError(RLHFSpecError):
-    """Samples and scores that cannot be trained on together; names the sample and the defect."""
+    """Samples and scores that cannot be trained on together."""
 
     def __init__(self, sample_id: str, problem: str) -> None:
         super().__init__(f"sample {sample_id}: {problem}")
@@ -233,15 +233,15 @@ class TransportClosed(RLHFSpecError):
 
 
 class ServerFailed(PlacedError):
-    """A server of the run (NATS, Redis) that does not start, is missing or refuses the connection."""
+    """NATS or Redis server that is missing, does not start or refuses the connection."""
 
 
 class EngineFailed(PlacedError):
-    """An engine in a process of its own that cannot continue."""
+    """Engine process that cannot continue."""
 
 
 class LogProbMismatch(RLHFSpecError):
-    """Log-probs of an engine that differ from those of the trainer's weights by more than rounding allows.
+    """Log-probs of an engine that differ from the trainer's by more than rounding.
 
     >>> str(LogProbMismatch("vllm", 2, 0.0685, 1e-3, "float32"))[:96]
     "vllm: step 2: its log-probs differ from the trainer's by 0.069 a token, and float32 explains at "
@@ -260,7 +260,7 @@ class LogProbMismatch(RLHFSpecError):
 
 
 class TransportFull(RLHFSpecError):
-    """`publish` waited too long for room, because consumers have not acknowledged earlier messages.
+    """Timeout of `publish`, because consumers have not acknowledged earlier messages.
 
     >>> str(TransportFull("rlhf.sums.sample", 8192, ("critic",), 600.0))
     'rlhf.sums.sample: no room for 600 s: 8192 messages are not yet acknowledged by critic'
@@ -272,11 +272,11 @@ class TransportFull(RLHFSpecError):
 
 
 class TransportUnavailable(PlacedError):
-    """The server at a URL does not answer. The error is temporary: the server may be starting or unreachable."""
+    """Temporary failure to reach the server at a URL."""
 
 
 class ClusterUnavailable(RLHFSpecError):
-    """The API server failed a request. The error is temporary, or an administrator of the cluster has to fix it.
+    """Failed request to the API server.
 
     >>> str(ClusterUnavailable("list of Pod", "pods is forbidden"))
     'the API server, asked for list of Pod: pods is forbidden'
@@ -288,29 +288,29 @@ class ClusterUnavailable(RLHFSpecError):
 
 
 class ClusterRefused(ClusterUnavailable):
-    """The API server forbids the request or does not know its object, so an immediate retry fails too."""
+    """Request that the API server forbids, or whose object does not exist."""
 
 
 class LeadershipLost(RLHFSpecError):
-    """A request that was not written because another replica may lead by now."""
+    """Write that was not sent because another replica may lead."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"not the leader any more, so not done: {what}")
 
 
 class LinkError(PlacedError):
-    """A link between two engines, or one transfer on it, failed. The sequence stays at its source."""
+    """Failed transfer of a sequence between two engines; it stays at its source."""
 
 
 class MessageTooLarge(RLHFSpecError):
-    """A message that exceeds the server's size limit, so that retries cannot succeed."""
+    """Message that exceeds the server's size limit, so that retries cannot succeed."""
 
     def __init__(self, subject: str, id: str, num_bytes: int, most: int) -> None:
         super().__init__(f"{subject}: {id} has {num_bytes} bytes, the server takes {most} (its max_payload)")
 
 
 class StageError(RLHFSpecError):
-    """An error of one stage that ended the run. `worker` is None when any worker of the stage may be the cause."""
+    """Error of one stage that ended the run; `worker` is None if it is unknown."""
 
     def __init__(self, stage: str, worker: int | None, problem: str) -> None:
         self.stage = stage
@@ -320,7 +320,7 @@ class StageError(RLHFSpecError):
 
 
 class StageFailed(StageError):
-    """A worker raised; `__cause__` is the original exception.
+    """Exception of a worker, with the original as `__cause__`.
 
     >>> str(StageFailed("reward", 0, "ValueError: no digits"))
     'reward 0: failed: ValueError: no digits'
@@ -331,7 +331,7 @@ class StageFailed(StageError):
 
 
 class StageStalled(StageError):
-    """A worker's piece of work that missed its deadline.
+    """Work of a worker that missed its deadline.
 
     >>> str(StageStalled("reward", 0, "reward of sums/3/7/1", 61.0))
     'reward 0: stalled: reward of sums/3/7/1 takes 61 s, longer than its deadline'
@@ -342,7 +342,7 @@ class StageStalled(StageError):
 
 
 class LoopStalled(StageStalled):
-    """No worker has worked for too long. `waits` holds (stage, worker, what it waits for, seconds), longest wait first.
+    """Stall of all workers; `waits` holds (stage, worker, awaited, seconds), longest first.
 
     >>> print(LoopStalled(120.0, [("trainer", 0, "scores of step 3", 130.0), ("reward", 0, "samples", 121.0)]))
     trainer 0: stalled: no worker has worked for 120 s
@@ -359,7 +359,7 @@ class LoopStalled(StageStalled):
 
 
 class RecordUndeliverable(StageError):
-    """A record that the stage failed to handle in every delivery. Its step cannot complete without it.
+    """Record that a stage failed to handle in every delivery.
 
     >>> str(RecordUndeliverable("reward", "rlhf.sums.sample", "sums/3/7/1", "5 deliveries and no ack"))
     'reward: could not handle sums/3/7/1 of rlhf.sums.sample: 5 deliveries and no ack'
@@ -374,7 +374,7 @@ class NumericalError(RLHFSpecError):
 
 
 class RewardError(RLHFSpecError):
-    """A reward source gave no number for a sample; names the source, the sample and the cause."""
+    """Reward source that gave no number for a sample."""
 
     def __init__(self, source: str, sample_id: str, problem: str) -> None:
         self.problem = problem

@@ -1,4 +1,4 @@
-"""Fixed splits of positions, each with a softmax of its own, merged in order (docs/law.md)."""
+"""Splitting of long attention contexts: one softmax per split, merged in order (docs/law.md)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ def check_split(split: int) -> None:
 
 
 def merge_reference(numbers: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Merge splits one after the other in plain torch: [..., H, n, 2 + D] -> [..., H, D]. Of each split there are the
-    largest score, the sum of weights (0: no visible key), and the weighted sum of values."""
+    """Merge splits [..., H, n, 2 + D] (largest score, sum of weights, weighted values) in order to [..., H, D]."""
     largest, weight_sum, sums = numbers[..., 0, 0], numbers[..., 0, 1], numbers[..., 0, 2:]
     for split in numbers.unbind(-2)[1:]:
         seen = split[..., 1] != 0

@@ -1,5 +1,4 @@
-"""A whole decoder in one native call, for models with Llama-like layers; the layers themselves are the slow twin.
-Callers compare the bits before using it."""
+"""Native decoder for Llama-like models: one call runs all layers. Callers check its bits first."""
 
 from __future__ import annotations
 
@@ -58,8 +57,7 @@ class _DecoderStruct(ctypes.Structure):
 
 @dataclass(slots=True)
 class DecoderParts:
-    """Model of input_layernorm, self_attn (q/k/v/o_proj, optional q_norm and k_norm, rotary by halves),
-    post_attention_layernorm and a gated MLP in each layer, then `norm` and a linear head."""
+    """Llama-like model: RMS norms, q/k/v/o_proj, optional q_norm and k_norm, rotary by halves, gated MLP, head."""
 
     inner: Any  # embed_tokens, layers, norm
     head: PackedLinear
@@ -69,7 +67,7 @@ class DecoderParts:
 
 
 class NativeDecoder:
-    """Decoder that runs N tokens through all layers. Call `bind` again after replacing a weight tensor."""
+    """Decoder that runs N tokens through all layers. Call `bind` after replacing a weight tensor."""
 
     def __init__(
         self, parts: DecoderParts, kv: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, num_heads: int
@@ -107,7 +105,7 @@ class NativeDecoder:
         meta: AttentionMeta,
         wanted: npt.NDArray[np.int64],
     ) -> torch.Tensor:
-        """Return logits [n, V] of the rows `wanted` [n] for tokens, positions [N]. Raise ValueError if out of range."""
+        """Return logits [n, V] of rows `wanted` [n] for tokens, positions [N]. Raise ValueError if out of range."""
         batch = meta.native()
         if len(positions) and not 0 <= positions.min() <= positions.max() < len(self.rotary[0]):
             raise ValueError(f"positions: must be below {len(self.rotary[0])} (got {positions.max()})")

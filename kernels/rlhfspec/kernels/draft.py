@@ -1,4 +1,4 @@
-"""The levels of a draft after the first, in one native CPU call. `rlhfspec.engine.drafting.model` is the slow twin."""
+"""Native CPU call that grows draft trees after their first level. Reference: `rlhfspec.engine.drafting.model`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PROBLEMS = {-1: "slot_table: a slot outside the cache", -2: "temperatures: ever
 
 
 class CostCurve(Protocol):
-    """Seconds as a function of rows: linear between `rows` [n] and `knots` [n], times `factor`."""
+    """Seconds by rows: piecewise linear through (`rows`, `knots`) [n], times `factor`."""
 
     @property
     def rows(self) -> Doubles: ...
@@ -95,7 +95,7 @@ class _KeepStruct(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class GrownNodes:
-    """M nodes in level order, E of which were expanded (run through the draft model)."""
+    """M nodes in level order, E of which were expanded by the draft model."""
 
     nodes: Ints  # [5, M] sequence, parent, depth, token, rank
     chances: Floats  # [2, M] gap, path acceptance
@@ -120,9 +120,11 @@ class NativeDraft:
         roots: Ints, tokens: Ints, scores: Floats, log_odds: Doubles,
         depth: int, width: int, branch: int, terms: LevelTermsProtocol | None,
     ) -> GrownNodes:  # fmt: skip
-        """Grow trees of at most `depth` levels with `width` expanded nodes per sequence and level and `branch` children
-        each. rows ... shifts [B]; capacity [R]; slot_table [R, L]; roots [n] indices into the batch, with their first
-        candidates tokens, scores [n, k]; log_odds: see LOG_ODDS_SHAPE. Without `terms`, every level is grown."""
+        """Grow trees of up to `depth` levels, expanding `width` nodes per sequence and level, with `branch` children.
+
+        rows to shifts [B]; capacity [R]; slot_table [R, L]; roots [n]; tokens, scores [n, k]. Without `terms`, all
+        levels are grown.
+        """
         size, num_roots, k = len(rows), len(roots), tokens.shape[1]
         if not (1 <= branch <= k and k >= 2 and width >= 1 and depth >= 1):
             raise ValueError(f"branch, width, depth: out of range (got {branch}, {width}, {depth} of {k} candidates)")
@@ -199,9 +201,10 @@ def keep(
     expanded: Ints, level_rows: npt.NDArray[np.int64], *, rows: Ints, lengths: Ints, new_lengths: Ints,
     tokens: Ints, slot_table: Ints, cached: Ints,
 ) -> bool:  # fmt: skip
-    """Keep the draft KV of accepted expanded nodes by swapping entries of `slot_table` [R, L] in place. rows, lengths
-    (when the draft began), new_lengths [B]; tokens [R, T]; cached [R]: positions with valid draft KV, updated. Without
-    a kernel library, return False and change nothing."""
+    """Keep the draft KV of accepted nodes by swapping `slot_table` entries; return False without a kernel library.
+
+    rows, lengths (before the draft), new_lengths [B]; tokens [R, T]; cached [R] (valid positions) is updated.
+    """
     kernel = _keep_kernel()
     if kernel is None:
         return False

@@ -1,5 +1,4 @@
-"""Attention of several sequences in one call by torch's `varlen_attn` (FlashAttention), on a GPU in 16 bits. Use the
-slow twin when `why_not` or `disagreement` returns a reason. Paged KV is not supported: pages need 256 positions."""
+"""16-bit FlashAttention on a GPU by torch's `varlen_attn`. KV is not paged, because pages need 256 positions."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ def why_not(
     device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int, *,
     chunk: int | None = None, softcap: float = 0.0, has_sinks: bool = False,
 ) -> str:  # fmt: skip
-    """Return the reason why FlashAttention cannot run this attention, or an empty string."""
+    """Return why FlashAttention cannot run this attention, or an empty string."""
     if not has_flash(device):
         return f"{device.type} has no FlashAttention"
     if dtype not in _DTYPES:
@@ -39,9 +38,11 @@ def flash_attention(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, key_starts: Tensor, most: int, most_keys: int,
     *, scale: float, window: int | None,
 ) -> Tensor:  # fmt: skip
-    """Run causal attention for each sequence, aligning its last query with its last key. Return [T, H, D]. query [T, H,
-    D]; key/value [K, Hkv, D]; starts, key_starts [n + 1] int32 offsets; `most`, `most_keys`: the longest lengths.
-    `window` counts visible keys including the query's own."""
+    """Run causal attention for each sequence, aligning its last query with its last key.
+
+    query [T, H, D]; key, value [K, Hkv, D]; starts, key_starts [n + 1] int32; most, most_keys: longest lengths;
+    `window` includes the query's own key.
+    """
     out = varlen_attn(
         query, key, value, starts, key_starts, most, most_keys, scale=scale,
         window_size=(-1 if window is None else window - 1, 0), enable_gqa=query.shape[1] != key.shape[1],
@@ -51,7 +52,7 @@ def flash_attention(
 
 
 def disagreement(flash: Callable[[], Tensor], twin: Callable[[], Tensor]) -> str:
-    """Return how the result of FlashAttention differs from its twin's, or an empty string."""
+    """Return how FlashAttention's result differs from the reference's, or an empty string."""
     try:
         with torch.no_grad():
             found, wanted = flash(), twin()

@@ -1,5 +1,4 @@
-"""Sampling by the law (docs/law.md): slow twins, and the dispatch to `cpu/csrc/gumbel.cpp` and `gumbel_triton.py`. All
-three choose the same tokens, and a row has the same bits in every batch."""
+"""Sampling by the law (docs/law.md): CPU and Triton kernels and a reference, which choose the same tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ PerRow = Tensor | npt.NDArray[Any]  # [N], one value a row: a tensor on the logi
 
 
 class SampleResult(NamedTuple):
-    """Sampled tokens on the logits' device. A row that is not finite has token 0 and NaN log-probs."""
+    """Sampled tokens on the logits' device. Rows that are not finite have token 0 and NaN log-probs."""
 
     tokens: Tensor  # [N] int32
     log_probs: Tensor  # [N] float32, under softmax(logits)
@@ -30,7 +29,7 @@ class SampleResult(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """A drafter's best tokens under the noise, best first. Missing candidates have token -1 and score -inf."""
+    """Drafter's best tokens under the noise, best first. Missing ones have token -1 and score -inf."""
 
     tokens: Tensor  # [N, k] int32
     scores: Tensor  # [N, k] float32
@@ -39,10 +38,11 @@ class Candidates(NamedTuple):
 def sample(
     logits: Tensor, seeds: PerRow, positions: PerRow, temperatures: PerRow, top_k: PerRow, top_p: PerRow
 ) -> SampleResult:
-    """Sample one token per row by the law. logits [N, V] float32, rows at any stride; seeds [N] int64 (the bits of a
-    64-bit seed; numpy uint64 too); positions [N] int32 in the response; temperatures [N] float32 >= 0 (0: greedy);
-    top_k [N] int32 (0: every token); top_p [N] float32 in (0, 1] (1: every token). On a GPU, values out of range are
-    not checked, to avoid a device sync."""
+    """Sample one token per row by the law (docs/law.md).
+
+    logits [N, V] float32; seeds [N] int64 or numpy uint64; positions [N] int32 in the response; temperatures [N]
+    float32 (0: greedy); top_k [N] int32 (0: all); top_p [N] float32 in (0, 1]. Ranges are not checked on a GPU.
+    """
     _check_logits(logits)
     kernel = _native("gumbel_sample") if logits.is_cpu else None
     if kernel is not None:
@@ -63,7 +63,7 @@ def sample(
 
 
 def candidates(logits: Tensor, seeds: PerRow, positions: PerRow, temperatures: PerRow, k: int) -> Candidates:
-    """Return a drafter's `k` (at most 16) best tokens per row by `log_softmax(logits) / T + noise`, without masks."""
+    """Return the `k` (at most 16) best tokens per row by `log_softmax(logits) / T + noise`, unmasked."""
     _check_logits(logits)
     if not 1 <= k <= MAX_CANDIDATES:
         raise ValueError(f"k: must be from 1 to {MAX_CANDIDATES} (got {k})")
@@ -84,9 +84,10 @@ def candidates(logits: Tensor, seeds: PerRow, positions: PerRow, temperatures: P
 
 
 def token_log_probs(logits: Tensor, tokens: PerRow, temperature: float) -> Tensor:
-    """Return the log-prob of one given token per row under softmax(logits / temperature): [N] float32, without a
-    gradient. The bits equal those of `sample` without masks. A row that is not finite gives NaN, and so does a token
-    out of range on a GPU."""
+    """Return each row's log-prob [N] of a given token under softmax(logits / temperature), without a gradient.
+
+    Bits equal those of `sample` without masks. Rows that are not finite give NaN, as do bad tokens on a GPU.
+    """
     _check_logits(logits)
     if not (temperature > 0 and np.isfinite(temperature)):
         raise ValueError(f"temperature: must be finite and > 0 (got {temperature})")
@@ -109,7 +110,7 @@ def token_log_probs(logits: Tensor, tokens: PerRow, temperature: float) -> Tenso
 
 
 def kept_tokens(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Return the mask [N, V] of kept tokens for logits [N, V] float64 and temperatures [N] float64 > 0."""
+    """Return the mask [N, V] of tokens kept by top-k and top-p, for float64 logits and temperatures > 0."""
     ordered, ids = torch.sort(logits, dim=1, descending=True, stable=True)  # stable: lower id first among equals
     rank = torch.arange(logits.shape[1], device=logits.device)
     survives = rank < torch.where(top_k > 0, top_k, logits.shape[1])[:, None]
@@ -168,7 +169,7 @@ def candidates_reference(logits: Tensor, seeds: Tensor, positions: Tensor, tempe
 
 
 def _finite_rows(logits: Tensor) -> Tensor:
-    """Return [N] bool: the row has no NaN, no +inf, and at least one token that can be chosen."""
+    """Return [N] bool: rows with no NaN or +inf and at least one selectable token."""
     best = logits.amax(dim=1)  # NaN if the row holds one
     return (best > -torch.inf) & (best < torch.inf)
 
@@ -250,7 +251,7 @@ def _native(name: str, isa: str | None = None) -> Any:
 
 
 def _pointer(name: str, value: PerRow, rows: int) -> int:
-    """Return the address of a parameter vector. Raise if its dtype or shape is not what the kernel expects."""
+    """Return the address of a parameter vector. Raise ValueError for a wrong dtype or shape."""
     if isinstance(value, np.ndarray):
         if value.dtype in _NUMPY_DTYPES[name] and value.shape == (rows,) and value.flags.c_contiguous:
             if rows and value.flags.writeable:  # several times faster than .ctypes, which matters for one row

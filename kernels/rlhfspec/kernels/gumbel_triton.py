@@ -1,6 +1,7 @@
-"""The law of sampling (docs/law.md) as Triton kernels, one program per row; call them through `gumbel.py`. A float32
-bound skips tiles that cannot win; the others are scored in float64. Rows with masks first find the end of the kept
-prefix by bisection. Tiles are reduced in a fixed order, so a row has the same bits in every batch."""
+"""Triton kernels for sampling by the law (docs/law.md), one program per row. Call them through `gumbel.py`.
+
+A float32 bound skips tiles that cannot win. A fixed reduction order gives a row the same bits in every batch.
+"""
 
 # Triton has no types for its decorator or for kernel arguments.
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -15,13 +16,13 @@ from torch import Tensor
 MAX_TILE = 1024
 INT_MAX = tl.constexpr(2**31 - 1)
 MAX_NOISE = tl.constexpr(22.9)  # G <= 33 ln 2
-WAYS = tl.constexpr(8)  # a pass of the bisection tries so many thresholds
+WAYS = tl.constexpr(8)  # thresholds tried per pass of the bisection
 BOUND_SLACK = tl.constexpr(1e-3)  # above the float32 rounding of a bound
 
 
 @triton.jit
 def _load_tile(row, first, vocab_size, TILE: tl.constexpr):
-    """Return ids [TILE], logits [TILE] float32, and a mask of NaN and +inf [TILE]; those and the padding read -inf."""
+    """Return ids, float32 logits, and a mask of NaN and +inf [TILE]; masked and padding logits become -inf."""
     ids = first + tl.arange(0, TILE)
     x = tl.load(row + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
     bad = (x != x) | (x == float("inf"))
@@ -31,7 +32,7 @@ def _load_tile(row, first, vocab_size, TILE: tl.constexpr):
 
 @triton.jit
 def _words(seed, position, first, TILE: tl.constexpr):
-    """Return the random words [TILE] uint32 of the tokens from `first` (a multiple of 4) on."""
+    """Return the random words [TILE] uint32 of tokens from `first` (a multiple of 4) on."""
     block = first // 4 + tl.arange(0, TILE // 4)
     r0, r1, r2, r3 = tl.philox(seed, block, block * 0 + position, block * 0, block * 0)
     return tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))
@@ -45,13 +46,13 @@ def _gumbel(words):
 
 @triton.jit
 def _gumbel_bound(words):
-    """Return an upper bound of G in float32, above by more than rounding: E >= u, so G <= -log(u)."""
+    """Return a float32 upper bound of the Gumbel noise: E >= u, so G <= -log(u)."""
     return -tl.log((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10)
 
 
 @triton.jit
 def _tile_scores(x, seed, position, first, temperature, least, TILE: tl.constexpr):
-    """Return exact scores [TILE] float64 if one of them may exceed `least`, else -inf."""
+    """Return exact scores [TILE] if one may exceed `least`, else -inf."""
     z = x.to(tl.float64) / temperature
     scores = tl.full((TILE,), float("-inf"), tl.float64)
     if tl.max(z) + MAX_NOISE >= least:
@@ -94,7 +95,7 @@ def _amounts(
 
 @triton.jit
 def _num_ties(row, vocab_size, key, up_to_id, last_key, last_id, TILE: tl.constexpr):
-    """Return the number of kept tokens with this key and an id <= up_to_id, in float64."""
+    """Return the number of kept tokens with this key and an id <= up_to_id."""
     ties = tl.zeros((), tl.float64)
     for first in range(0, vocab_size, TILE):
         ids, x, _ = _load_tile(row, first, vocab_size, TILE)
@@ -167,7 +168,7 @@ def _mask_end(row, vocab_size, temperature, top_k, top_p, TILE: tl.constexpr):
 
 @triton.jit
 def _grown_sum(total, old_maximum, maximum, x, keep, temperature):
-    """Return the sum over kept tokens of exp((x - maximum) / T), rescaled from the old maximum, plus one more tile."""
+    """Add a tile to the sum of exp((x - maximum) / T) over kept tokens, rescaled from the old maximum."""
     rescaled = total * tl.exp((old_maximum - maximum) / temperature)
     return rescaled + tl.sum(tl.where(keep, tl.exp((x - maximum) / temperature), 0.0))
 
@@ -232,7 +233,7 @@ def _sample_kernel(
 
 @triton.jit
 def _log_probs_kernel(logits, stride, vocab_size, tokens, temperatures, log_probs, TILE: tl.constexpr):
-    """Store the log-prob of given tokens, with sums in the order of `_sample_kernel` so that the bits are equal."""
+    """Store log-probs of given tokens, summed in the order of `_sample_kernel` for equal bits."""
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * stride
     temperature = tl.load(temperatures + index).to(tl.float64)
@@ -314,7 +315,7 @@ def _candidates_kernel(
 
 
 def _tile(vocab_size: int) -> int:
-    """Return a tile size that depends on the vocabulary alone, so that a row's sums have one order."""
+    """Return a tile size that depends on the vocabulary alone, for one order of sums."""
     return min(MAX_TILE, max(16, int(triton.next_power_of_2(vocab_size))))
 
 

@@ -1,4 +1,4 @@
-"""Copies of packed CPU layers with weights of 8 bits (csrc/int8.h). Activations stay float32."""
+"""8-bit copies of packed CPU layers (csrc/int8.h). Activations stay float32."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _quantise_kernel() -> Any:
 
 
 def in_8_bits(layer: _Layer) -> _Layer:
-    """Return a copy of a layer whose weights have 8 bits. The biases are the layer's own."""
+    """Return a copy of a layer with 8-bit weights, sharing its biases."""
     copied = copy.copy(layer)
     copied.arithmetic = "int8"
     if isinstance(layer, PackedGatedMLP) and isinstance(copied, PackedGatedMLP):
@@ -44,7 +44,7 @@ def in_8_bits(layer: _Layer) -> _Layer:
 
 
 def requantise(copied: PackedLayer, layer: PackedLayer) -> None:
-    """Make the weights of a copy anew after those of the layer changed."""
+    """Update a copy after its layer's weights changed."""
     if isinstance(layer, PackedGatedMLP) and isinstance(copied, PackedGatedMLP):
         copied.gate_bias, copied.up_bias = layer.gate_bias, layer.up_bias
         requantise(copied.down, layer.down)

@@ -1,5 +1,4 @@
-"""Pack the KV of scattered slots into one contiguous tensor for transfer, and back. Bits are copied, never
-converted."""
+"""Packing of scattered KV slots into one contiguous tensor for transfer, and back, bit for bit."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ def unpack_slots(packed: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) ->
 
 
 def copy_slots(kv: torch.Tensor, source: IntArray, target: IntArray) -> None:
-    """Copy the slots `source` [n] to the slots `target` [n], without waiting for the device."""
+    """Copy slots `source` [n] to slots `target` [n], without waiting for the device."""
     _check_slots(kv, source)
     _check_slots(kv, target, unique=True)
     from_slots, to_slots = (torch.from_numpy(slots).to(kv.device) for slots in (source, target))
@@ -63,7 +62,7 @@ def _scatter(packed: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) -> Non
 
 
 def pack_into(kv: torch.Tensor, slots: IntArray, out: Bytes) -> None:
-    """Run `pack_slots` into host memory `out` [n, bytes per slot], such as a socket buffer. Waits for the device."""
+    """Pack slots into host memory `out` [n, bytes per slot], such as a socket buffer, waiting for the device."""
     _check_memory(kv, slots, out)
     if (kernel := _kernel_of(kv)) is not None:
         _copy_bytes(kernel, out, kv, slots, is_pack=True)
@@ -73,7 +72,7 @@ def pack_into(kv: torch.Tensor, slots: IntArray, out: Bytes) -> None:
 
 
 def unpack_from(packed: Bytes, kv: torch.Tensor, slots: IntArray) -> None:
-    """Run `unpack_slots` from host memory [n, bytes per slot], which may be read-only. Does not wait for the device."""
+    """Unpack slots from host memory [n, bytes per slot], maybe read-only, without waiting for the device."""
     _check_memory(kv, slots, packed, unique=True)
     if (kernel := _kernel_of(kv)) is not None:
         _copy_bytes(kernel, packed, kv, slots, is_pack=False)

@@ -1,4 +1,4 @@
-"""Triton kernels behind `kv_pack`. A program copies a piece of a slot's run in one layer and plane (key or value)."""
+"""Triton kernels behind `kv_pack`. Each program copies part of a slot's keys or values in one layer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def unpack_slots(packed: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) ->
 
 
 def _copy(packed: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor, *, pack: bool) -> None:
-    """Copy between kv, viewed as [blocks, planes, block size, run], and packed, viewed as [n, planes, run]."""
+    """Copy between kv, as [blocks, planes, block size, run], and packed, as [n, planes, run]."""
     if len(slots) == 0:
         return
     _, num_layers, _, block_size, num_kv_heads, dim = kv.shape

@@ -1,5 +1,4 @@
-"""CPU linear layers, gated MLPs and activations for inference. A row has the same bits in any batch, with any threads.
-Without a kernel library the plain-torch twins run, without that promise."""
+"""CPU linear layers, gated MLPs and activations for inference, batch-invariant with the kernel library."""
 
 from __future__ import annotations
 
@@ -23,14 +22,14 @@ ISA_OF = {"amx": "amx", "dpbf16": "avx512bf16"}  # arithmetics with their own in
 
 @functools.cache
 def amx_permitted() -> bool:
-    """Return whether this CPU has AMX bf16 tiles and the kernel lets this process use them."""
+    """Return whether this CPU has AMX bf16 tiles and Linux lets this process use them."""
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
     return build.supports("amx") and ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
 @functools.cache
 def available_arithmetics(dtype: torch.dtype) -> tuple[str, ...]:
-    """Return the arithmetics for weights of `dtype`, best first. bf16 dot products are slower than FMA on Intel."""
+    """Return the arithmetics for weights of `dtype`, best first. On Intel, FMA beats bf16 dot products."""
     if dtype not in STORED:
         raise ValueError(f"dtype: packed weights are float32 or bfloat16 (got {dtype})")
     if build.load() is None:
@@ -44,7 +43,7 @@ def available_arithmetics(dtype: torch.dtype) -> tuple[str, ...]:
 
 
 def arithmetic_for(dtype: torch.dtype, wanted: str = "auto", device: str = "cpu") -> Arithmetic:
-    """Return the arithmetic for weights stored as `dtype`; it depends on CPU and arguments, never on a timing."""
+    """Return the arithmetic for weights of `dtype`, which depends on CPU and arguments alone."""
     available = available_arithmetics(dtype) if device.startswith("cpu") else ("torch",)
     if wanted == "auto":
         return available[0]  # type: ignore[return-value]
@@ -54,7 +53,7 @@ def arithmetic_for(dtype: torch.dtype, wanted: str = "auto", device: str = "cpu"
 
 
 def arithmetic_beside(arithmetic: str, dtype: torch.dtype) -> str:
-    """Return the arithmetic of weights stored as `dtype` in a model whose other weights use `arithmetic`.
+    """Return the arithmetic of `dtype` weights in a model whose other weights use `arithmetic`.
 
     >>> arithmetic_beside("amx", torch.bfloat16), arithmetic_beside("amx", torch.float32)
     ('amx', 'fma')
@@ -99,7 +98,7 @@ def checked(x: Tensor, width: int) -> Tensor:
 
 
 def linear_twin(x: Tensor, weight: Tensor, bias: Tensor | None, arithmetic: str) -> Tensor:
-    """Compute the kernels' result in plain torch: x [..., K], weight [N, K] (fp32 of stored values) -> [..., N]."""
+    """Compute the kernels' result in plain torch: x [..., K], fp32 weight [N, K] -> [..., N]."""
     if arithmetic in ("amx", "dpbf16"):
         x = x.to(torch.bfloat16).float()
     return functional.linear(x, weight, bias)
@@ -141,7 +140,7 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Return a meta tensor with the weight's shape, for models that inspect their layers."""
+        """Return a meta tensor of the weight's shape, for models that inspect layers."""
         return torch.empty(self.out_features, self.in_features, device="meta")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -176,7 +175,7 @@ def activation_twin(x: Tensor, name: str) -> Tensor:
 
 
 def row_invariant_activation(x: Tensor, name: str) -> Tensor:
-    """Apply an activation with the same bits at every position. In torch they depend on the place within a vector."""
+    """Apply an activation whose bits, unlike torch's, do not depend on the position in the tensor."""
     if name not in ACTIVATIONS or build.load() is None:
         return activation_twin(x, name)
     x = checked(x, x.shape[-1])
@@ -197,8 +196,7 @@ class RowInvariantActivation(nn.Module):
 
 
 class PackedGatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)) in one call, with the bits of three PackedLinear and a
-    RowInvariantActivation."""
+    """Gated MLP down(activation(gate(x)) * up(x)) in one call, with the bits of separate packed layers."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Settings of glibc's allocator. This module must not import torch, because they apply only to later allocations."""
+"""Settings of glibc's allocator. They affect only later allocations, so this module must not import torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8  # M_* o
 
 
 def tune_malloc() -> bool:
-    """Make glibc keep freed memory in one arena, which avoids page faults in forward passes. Return False without
-    glibc. Call it before the first thread starts, because an existing arena stays."""
+    """Make glibc keep freed memory in one arena, to avoid page faults. Call it before any thread starts."""
     settings = ((_ARENA_MAX, 1), (_MMAP_THRESHOLD, 1 << 30), (_TRIM_THRESHOLD, (1 << 31) - 1), (_TOP_PAD, 256 << 20))
     try:
         mallopt = ctypes.CDLL(None).mallopt

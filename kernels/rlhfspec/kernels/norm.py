@@ -1,4 +1,4 @@
-"""RMS norm on CPU whose outputs depend on their own row only, and its plain-torch twin."""
+"""Batch-invariant RMS norm on CPU, and its plain-torch reference."""
 
 from __future__ import annotations
 

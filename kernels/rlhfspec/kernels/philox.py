@@ -1,4 +1,4 @@
-"""The noise of the law (docs/law.md): Philox4x32-10 and Gumbel numbers in plain torch."""
+"""Gumbel noise of the law (docs/law.md) by Philox4x32-10, in plain torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _multiply(constant: int, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def philox_4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> Words:
-    """Return four random 32-bit words. All tensors are int64 with values below 2**32, and their shapes broadcast.
+    """Return four random 32-bit words. Arguments are int64 below 2**32, with broadcastable shapes.
 
     >>> words = philox_4x32(tuple(torch.zeros(4, 1, dtype=torch.int64)), tuple(torch.zeros(2, 1, dtype=torch.int64)))
     >>> [f"{int(word):08x}" for word in words]
@@ -37,7 +37,7 @@ def philox_4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> Words:
 
 
 def random_words(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Return the words [N, V] int64 in [0, 2**32) for seeds [N] int64 (the bits of a 64-bit seed) and positions [N]."""
+    """Return random words [N, V] in [0, 2**32) for seeds [N] int64 (64 raw bits) and positions [N]."""
     blocks = torch.arange((vocab_size + 3) // 4, device=seeds.device)  # [V/4]; one call of Philox serves four tokens
     seeds, positions = seeds.to(torch.int64)[:, None], positions.to(torch.int64)[:, None]
     zero = torch.zeros_like(positions)

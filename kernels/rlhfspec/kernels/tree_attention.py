@@ -1,11 +1,10 @@
-"""Paged tree attention: every new token of every sequence in one call, over a token-addressed KV cache.
+"""Paged tree attention over a token-addressed KV cache: one call for the new tokens of all sequences.
 
-A block of the cache is contiguous and holds all layers. Slot s is one token's place: block s // block_size, offset
-s % block_size, in every layer. The bits of an output row depend only on its query and on the keys and values it sees,
-in order of position: not on other rows, on slots, or on whether a key was reached through the table or `extra`.
-`csrc/attention_math.h` fixes the order of sums; docs/law.md states what users can rely on.
+A cache block is contiguous and holds all layers. Slot s is a token's place in every layer: block s // block_size,
+offset s % block_size. The bits of an output row depend only on its query and the keys and values it sees, not on
+other rows or on slots; `csrc/attention_math.h` fixes the order of sums.
 
-In the example the second of two prompts carries a tree node.
+In the example, the second of two prompts carries a tree node.
 
 >>> meta = AttentionMeta(
 ...     slots=torch.tensor([0, 16, 17], dtype=torch.int32),         # where each row's key and value go
@@ -42,11 +41,12 @@ IndexArray = npt.NDArray[np.int32] | torch.Tensor
 
 @dataclass(slots=True)
 class AttentionMeta:
-    """The keys that each query row sees; built once per forward pass. Row i attends, in ascending position,
-    slot_table[table_rows[i], :context_lens[i]] and then extra[i] up to its first -1. Its position is the last of these:
-    a prefill row's context includes itself, a tree node is its own last extra. Neighbouring rows of one sequence share
-    loaded keys on the CPU. A row with slot -1 stores nothing; with an empty context and no extras its output is zero.
-    Arrays are int32, all numpy or all on the query's device."""
+    """Keys that each query row sees, built once per forward pass.
+
+    Row i attends, in ascending position, slot_table[table_rows[i], :context_lens[i]] and then extra[i] up to its first
+    -1. The last of these is the row itself. A row with slot -1 stores nothing; a row without keys gives zeros. On the
+    CPU, neighbouring rows of a sequence share loaded keys. Arrays are int32, all numpy or all on the query's device.
+    """
 
     slots: IndexArray  # [N]
     table_rows: IndexArray  # [N]
@@ -98,10 +98,12 @@ def tree_attention(
     sinks: torch.Tensor | None = None,  # [H]
     split: int = SPLIT,
 ) -> torch.Tensor:
-    """Write all rows' keys and values into `kv`, then attend. Return [N, H, D], contiguous, in the query's dtype.
-    sliding_window w: only keys at positions above query position - w. chunk c: only keys in the query's own chunk of c
+    """Write all rows' keys and values into `kv`, then attend; return [N, H, D] in the query's dtype.
+
+    sliding_window w: see keys at positions above query position - w. chunk c: see keys in the query's own chunk of c
     positions. softcap c: scores become c * tanh(score / c). sinks: one more logit per head in the softmax's
-    denominator. split: positions per softmax (`attention_splits`), a part of what the bits depend on."""
+    denominator. split: positions per softmax, which affects bits.
+    """
     _check_call(query, key, value, kv, layer, meta, scale, sliding_window, chunk, softcap, sinks, split)
     if query.is_cuda:
         from rlhfspec.kernels import tree_attention_triton  # lazily: a CPU machine may lack triton
@@ -182,7 +184,7 @@ class NativeBatch:
 
     @classmethod
     def of(cls, meta: AttentionMeta) -> NativeBatch:
-        """Build the view. Raise ValueError naming the array and the row if an index is impossible."""
+        """Build the native view of `meta`. Raise ValueError, naming array and row, for an invalid index."""
         lists = [_numpy(array) for array in (meta.slots, meta.table_rows, meta.context_lens, meta.extra)]
         lists = [np.ascontiguousarray(array) for array in lists]
         table = _numpy(meta.slot_table)

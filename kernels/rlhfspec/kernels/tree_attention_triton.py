@@ -1,6 +1,8 @@
-"""Triton kernels behind `tree_attention`. One program serves up to ROWS neighbouring rows of one sequence, the query
-heads of one kv head, and one split; tiles that hold tree nodes are walked per row, because nodes share positions. A row
-has the same bits in every batch: tile size, splits and order depend on the model's geometry alone."""
+"""Triton kernels behind `tree_attention`.
+
+A program serves up to ROWS neighbouring rows of a sequence, one kv head and one split. Tree nodes run row by row,
+because they share positions. Tile sizes depend on the model alone, so a row has the same bits in every batch.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +119,7 @@ def _attend(
 
 
 def tiles(group: int, dim: int) -> dict[str, int]:
-    """Return the tile shapes for the model's geometry: as large as registers hold without spilling."""
+    """Return the tile shapes for the model: as large as registers hold without spilling."""
     padded_group, padded_dim = triton.next_power_of_2(group), max(16, triton.next_power_of_2(dim))
     rows, tile = (64, 64) if padded_dim <= 128 else (32, 32)
     return {

@@ -1,4 +1,4 @@
-"""Slow twin of `tree_attention`: one row at a time, in plain torch."""
+"""Reference implementation of `tree_attention`: one row at a time, in plain torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhfspec.kernels.attention_splits import SPLIT, merge_reference
 
 @dataclass(frozen=True, slots=True)
 class AttentionIndices:
-    """Indices of an `AttentionMeta` as int32 tensors on the device of the query."""
+    """Indices of an `AttentionMeta` as int32 tensors on the query's device."""
 
     slots: torch.Tensor  # [N]
     table_rows: torch.Tensor  # [N]
@@ -30,7 +30,7 @@ def tree_attention_reference(
     *, scale: float, sliding_window: int | None = None, chunk: int | None = None, softcap: float = 0.0,
     sinks: torch.Tensor | None = None, split: int = SPLIT,
 ) -> torch.Tensor:  # fmt: skip
-    """Attend one row at a time in plain torch; float64 for float64 queries, else float32."""
+    """Compute `tree_attention` row by row in float32, or float64 for float64 queries."""
     indices = meta.tensors(query.device)
     write_kv_reference(key, value, kv, layer, indices.slots)
     twin = _Twin(query, kv, layer, scale, softcap)
@@ -68,7 +68,7 @@ class _Twin:
         return (torch.tanh(scores / self.softcap) * self.softcap if self.softcap else scores), values
 
     def partials(self, row: int, begin: int, slots: torch.Tensor, splits: range, split: int) -> torch.Tensor:
-        """Return the softmax of each split [H, n, 2 + D]. slots: those that the row sees, from position `begin` on."""
+        """Return the softmax of each split [H, n, 2 + D] over the visible `slots`, which start at position `begin`."""
         parts = []
         for index in splits:
             borders = (index * split, (index + 1) * split)
@@ -84,7 +84,7 @@ class _Twin:
 def visible_slots(
     indices: AttentionIndices, row: int, sliding_window: int | None, chunk: int | None = None
 ) -> tuple[int, torch.Tensor]:
-    """Return the first position that a row attends, and the slots [T] from there on."""
+    """Return the first position that a row attends, and the slots [T] from there."""
     context = indices.slot_table[indices.table_rows[row], : indices.context_lens[row]]
     extra = indices.extra[row]
     slots = torch.cat([context, extra[extra >= 0]])

@@ -1,4 +1,4 @@
-"""Access to the API server from a kubeconfig or a pod's service account. Expired tokens are renewed."""
+"""Access to the API server by a kubeconfig or a pod's service account."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ POD_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
 class KubeAccess:
-    """Address and credentials from KUBECONFIG, ~/.kube/config or the pod's account, as in kubectl."""
+    """Address and credentials from KUBECONFIG, ~/.kube/config or the pod's account."""
 
     def __init__(self, kubeconfig: str | None = None, context: str | None = None) -> None:
         self._configuration = client.Configuration()

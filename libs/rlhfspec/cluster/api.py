@@ -1,5 +1,7 @@
-"""Client of the API server. Transient failures are retried until a deadline; a refusal is a response, not an exception.
-Every attempt of a write first calls `may_write`, so that a paused leader writes nothing when it resumes (`lease`)."""
+"""Client of the API server, which retries transient failures until a deadline.
+
+Refusals are responses, not exceptions. Every write attempt checks `may_write`, so that a former leader cannot write.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ JOB_VERSION = f"{names.GROUP}/{names.VERSION}"
 
 @dataclass(frozen=True, slots=True)
 class ApiResponse:
-    """Response of the API server. `message` is the reason of a refusal."""
+    """Response of the API server; `message` is the reason of a refusal."""
 
     code: int
     body: Json = field(repr=False)
@@ -58,12 +60,12 @@ class ApiResponse:
 
     @property
     def is_of_another(self) -> bool:
-        """Return whether `take_up` failed because the object has another owner. (Invalid objects have details.)"""
-        return self.code == 422 and not self.body.get("details")
+        """Return whether `take_up` failed because the object has another owner."""
+        return self.code == 422 and not self.body.get("details")  # invalid objects have details
 
     @property
     def may_pass(self) -> bool:
-        """Return whether a retry may succeed. Unreachable webhooks and ill-typed objects are final refusals."""
+        """Return whether a retry may succeed."""
         return self.code == 429 or (self.code >= 500 and not any(said in self.message for said in _FINAL))
 
     @property
@@ -72,7 +74,8 @@ class ApiResponse:
 
 
 def path_of(version: str, kind: str, namespace: str | None = None, name: str = "") -> str:
-    """
+    """Return the URL path of an object, or of its collection.
+
     >>> path_of("v1", "Pod", "team", "sums-trainer-0")
     '/api/v1/namespaces/team/pods/sums-trainer-0'
     >>> path_of(JOB_VERSION, "RLHFJob")
@@ -84,7 +87,8 @@ def path_of(version: str, kind: str, namespace: str | None = None, name: str = "
 
 
 def _plural(kind: str) -> str:
-    """
+    """Return the plural of a kind in URL paths.
+
     >>> [_plural(kind) for kind in ("Pod", "NetworkPolicy", "PriorityClass", "RLHFJob")]
     ['pods', 'networkpolicies', 'priorityclasses', 'rlhfjobs']
     """
@@ -93,8 +97,7 @@ def _plural(kind: str) -> str:
 
 
 class Api:
-    """Client of the API server. `count` receives accepted writes, `agent` is the name in audit logs. `connections` 0:
-    no limit; `deadline_seconds` 0: no retries."""
+    """Client of the API server; 0 means no limit of `connections`, or no retries by `deadline_seconds`."""
 
     def __init__(
         self, access: KubeAccess, *, may_write: Callable[[], bool] = lambda: True,
@@ -119,15 +122,14 @@ class Api:
         await self._session.close()
 
     async def apply(self, thing: Json) -> ApiResponse:
-        """Apply an object server-side: fields that we no longer set are removed, fields of other managers stay."""
+        """Apply an object server-side, taking over conflicting fields."""
         metadata = thing["metadata"]
         path = path_of(thing["apiVersion"], thing["kind"], metadata.get("namespace"), metadata["name"])
         query = {"fieldManager": names.FIELD_MANAGER, "force": "true"}
         return await self._write("PATCH", "apply", thing["kind"], path, thing, query, APPLY)
 
     async def write_status(self, namespace: str, name: str, uid: str, version: str, status: Json) -> ApiResponse:
-        """Replace the whole status, since a server-side apply would turn an emptied map into null. The answer is 409 if
-        it was written since `version`, or if another job has the name by now."""
+        """Replace the status, since server-side apply nulls emptied maps; 409 if `uid` or `version` is outdated."""
         said = {"/metadata/uid": uid, "/metadata/resourceVersion": version, "/status": status}
         patch = [{"op": "add", "path": path, "value": value} for path, value in said.items()]
         path = path_of(JOB_VERSION, names.KIND, namespace, name) + "/status"
@@ -143,7 +145,7 @@ class Api:
     async def delete(
         self, version: str, kind: str, namespace: str, name: str, *, uid: str | None, grace_seconds: int | None
     ) -> ApiResponse:
-        """Delete the object; with `uid`, only that very object."""
+        """Delete the object, if it still has this `uid`."""
         body: Json = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
         if uid is not None:
             body["preconditions"] = {"uid": uid}
@@ -152,14 +154,14 @@ class Api:
         return await self._write("DELETE", "delete", kind, path_of(version, kind, namespace, name), body)
 
     async def create(self, thing: Json, *, dry_run: bool = False) -> ApiResponse:
-        """Create an object; unknown fields are refused. With `dry_run` nothing is stored."""
+        """Create an object, refusing unknown fields; `dry_run` stores nothing."""
         path = path_of(thing["apiVersion"], thing["kind"], thing["metadata"].get("namespace"))
         query = {"fieldValidation": "Strict"}
         query |= {"dryRun": "All"} if dry_run else {}
         return await self._write("POST", "try" if dry_run else "create", thing["kind"], path, thing, query)
 
     async def take_up(self, thing: Json, fields: Iterable[str]) -> ApiResponse:
-        """Overwrite labels and `fields` of an existing object with the same first owner, without reading it."""
+        """Overwrite labels and `fields` of an object with the same first owner."""
         metadata = thing["metadata"]
         path = path_of(thing["apiVersion"], thing["kind"], metadata.get("namespace"), metadata["name"])
         patch = [
@@ -171,7 +173,7 @@ class Api:
         return await self._write("PATCH", "patch", thing["kind"], path, patch, query, PATCH)
 
     async def test_label(self, namespace: str, kind: str, name: str, label: str, value: str) -> ApiResponse:
-        """Refuse unless the core object has this label. Nothing is written, and its data is not read."""
+        """Return a refusal unless the core object has this label, without reading its data."""
         patch = [
             {"op": "test", "path": f"/metadata/labels/{label.replace('~', '~0').replace('/', '~1')}", "value": value}
         ]
@@ -180,7 +182,7 @@ class Api:
         return await self._ask("PATCH", path, patch, query, PATCH, headers=accept, is_write=True)
 
     async def evict(self, namespace: str, pod: str) -> ApiResponse:
-        """Evict a pod: its process gets SIGTERM. A PodDisruptionBudget may forbid it."""
+        """Evict a pod, unless a PodDisruptionBudget forbids it."""
         metadata = {"name": pod, "namespace": namespace}
         body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata}
         return await self._write("POST", "evict", "Pod", path_of("v1", "Pod", namespace, pod) + "/eviction", body)
@@ -201,7 +203,7 @@ class Api:
         self, version: str, kind: str, namespace: str | None, *,
         labels: str = "", fields: str = "", cached: bool = False,
     ) -> AsyncIterator[Json]:  # fmt: skip
-        """Yield the objects of a list. `cached` reads the API server's cache: cheap, but perhaps slightly old."""
+        """Yield the objects of a list; `cached` ones may be stale."""
         async for page in self.pages(version, kind, namespace, labels=labels, fields=fields, cached=cached):
             for item in page["items"]:
                 yield item
@@ -210,7 +212,7 @@ class Api:
         self, version: str, kind: str, namespace: str | None, *,
         labels: str = "", fields: str = "", cached: bool = False,
     ) -> AsyncIterator[Json]:  # fmt: skip
-        """Yield a list page by page, to bound memory. Raises ClusterRefused or ClusterUnavailable."""
+        """Yield a list page by page; raises ClusterRefused or ClusterUnavailable."""
         query = {"labelSelector": labels, "fieldSelector": fields}
         query |= {"resourceVersion": "0"} if cached else {"limit": str(PAGE)}
         while True:
@@ -226,8 +228,7 @@ class Api:
     async def watch(
         self, version: str, kind: str, namespace: str | None, since: str, *, labels: str = "", fields: str = ""
     ) -> AsyncIterator[tuple[str, Json]]:
-        """Yield changes as (ADDED, MODIFIED, DELETED or BOOKMARK, object) for WATCH_SECONDS. Raises ClusterUnavailable,
-        also when `since` is too old."""
+        """Yield (event type, object) for WATCH_SECONDS; raises ClusterUnavailable, also if `since` is too old."""
         query = {
             "watch": "true", "resourceVersion": since, "allowWatchBookmarks": "true",
             "timeoutSeconds": str(WATCH_SECONDS), "labelSelector": labels, "fieldSelector": fields,
@@ -249,7 +250,7 @@ class Api:
     async def log(
         self, namespace: str, pod: str, container: str, *, follow: bool = False, tail: int | None = None
     ) -> AsyncIterator[bytes]:
-        """Yield a pod's log as it comes, with timestamps. Raises ClusterRefused or ClusterUnavailable."""
+        """Yield a pod's log with timestamps; raises ClusterRefused or ClusterUnavailable."""
         query = {"container": container, "timestamps": "true", "follow": str(follow).lower()}
         query |= {} if tail is None else {"tailLines": str(tail)}
         silence = None if follow else ATTEMPT_SECONDS
@@ -265,12 +266,12 @@ class Api:
             raise ClusterUnavailable(asked, _no_answer(error)) from None
 
     async def review_token(self, token: str, audience: str | None = None) -> Json:
-        """Return the TokenReview status: whether the token is valid, and its user."""
+        """Return the status of a TokenReview: validity and user."""
         audiences = {} if audience is None else {"audiences": [audience]}
         return await self._review("authentication.k8s.io/v1", "TokenReview", {"token": token} | audiences)
 
     async def review_access(self, user: Json, attributes: Json) -> Json:
-        """Return the SubjectAccessReview status: whether that user is allowed to do this."""
+        """Return the status of a SubjectAccessReview."""
         asked = user | {"resourceAttributes": attributes}
         return await self._review("authorization.k8s.io/v1", "SubjectAccessReview", asked)
 
@@ -282,7 +283,7 @@ class Api:
         return status
 
     async def lease(self, method: str, namespace: str, name: str, body: Body | None = None) -> ApiResponse:
-        """Write a Lease once, without `may_write`, since the caller is not yet leader."""
+        """Send one Lease request without `may_write`, since the caller may not lead yet."""
         path = path_of("coordination.k8s.io/v1", "Lease", namespace, "" if method == "POST" else name)
         return await self._try(method, path, body, {}, "application/json")
 
@@ -321,7 +322,6 @@ class Api:
         self, method: str, path: str, query: Mapping[str, str], timeout: aiohttp.ClientTimeout, *,
         data: bytes | None = None, headers: Mapping[str, str] | None = None,
     ) -> aiohttp.client._RequestContextManager:  # fmt: skip
-        """Send a request. The server's URL may have a path, as behind a gateway of many clusters."""
         return self._session.request(
             method, self._access.server + path, params=_said(query), timeout=timeout, data=data,
             headers=self._access.headers() | dict(headers or {}), **self._access.options(),
@@ -333,7 +333,8 @@ def _said(query: Mapping[str, str]) -> dict[str, str]:
 
 
 def _no_answer(error: Exception) -> str:
-    """
+    """Return why a request got no response.
+
     >>> _no_answer(TimeoutError())
     'no answer in time'
     """
@@ -349,7 +350,7 @@ def _answer(code: int, text: bytes) -> ApiResponse:
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield lines of any length: an object may have more than a megabyte."""
+    """Yield lines of any length, since objects may exceed a megabyte."""
     rest = b""
     async for chunk in content.iter_any():
         *whole, rest = (rest + chunk).split(b"\n")
@@ -360,7 +361,7 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 async def from_each(
     places: Iterable[_P], ask: Callable[[_P], Awaitable[_T]]
 ) -> AsyncIterator[tuple[_P, _T | ClusterRefused]]:
-    """Yield each place with its answer or refusal: deleting a namespace removes the rights in it alone."""
+    """Yield each place with its answer or refusal."""
     for place in places:
         try:
             yield place, await ask(place)
@@ -369,7 +370,7 @@ async def from_each(
 
 
 async def in_parallel(calls: list[Awaitable[ApiResponse]]) -> list[ApiResponse]:
-    """Await all calls, OF_ONE_JOB at a time, then raise the first exception if there was one."""
+    """Await all calls, OF_ONE_JOB at a time, then raise the first exception."""
     room = asyncio.Semaphore(OF_ONE_JOB)
 
     async def one(call: Awaitable[ApiResponse]) -> ApiResponse:

@@ -1,4 +1,4 @@
-"""CustomResourceDefinition of RLHFJob, generated from `rlhfspec.job`; `rlhfspec schema --crd` prints it.
+"""CustomResourceDefinition of RLHFJob, generated from `rlhfspec.job`.
 
 Example:
     >>> crd = custom_resource_definition()
@@ -82,7 +82,7 @@ def _schema() -> dict[str, Any]:
 
 
 def _status() -> dict[str, Any]:
-    """Return the schema of the status that the operator writes. `selector` and `generators` serve `kubectl scale`."""
+    """Return the schema of the status; `selector` and `generators` serve `kubectl scale`."""
     condition = {
         "type": _TEXT, "status": {"type": "string", "enum": ["True", "False", "Unknown"]}, "reason": _TEXT,
         "message": _LONG_TEXT, "lastTransitionTime": _TIME, "observedGeneration": _COUNT,
@@ -124,5 +124,5 @@ def _block(fields: dict[str, Any], *, required: list[str] | None = None) -> dict
 
 
 def _map_of(value: dict[str, Any], *, at_most: int) -> dict[str, Any]:
-    """Return the schema of a map. It is nullable: server-side apply sets null when the last key is removed."""
+    """Return the schema of a map, nullable because server-side apply nulls emptied maps."""
     return {"type": "object", "nullable": True, "additionalProperties": value, "maxProperties": at_most}

@@ -1,4 +1,4 @@
-"""CEL rules of the CRD: contradictions (also in `job.file.checks`), and fields that are immutable after the start."""
+"""CEL rules of the CRD against contradictions and changes of immutable fields."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _DEEPER = ("roles",)
 
 
 def job_rules(schema: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rules of the schema's root, the only place that sees both status and spec."""
+    """Return the rules of the schema's root, which sees both status and spec."""
     return [*_contradictions(), _one_manager(), *_immutable(schema["properties"]["spec"])]
 
 
 def _one_manager() -> dict[str, Any]:
-    """Return the rule that `managedBy` never changes: two managers of one job would undo each other's work."""
+    """Return the rule that `managedBy` never changes."""
     has, had = _is_there("self", "managedBy"), _is_there("oldSelf", "managedBy")
     default = _text(DEFAULT_MANAGER)
     same = f"({has} ? self.spec.managedBy : {default}) == ({had} ? oldSelf.spec.managedBy : {default})"
@@ -83,13 +83,13 @@ def _immutable(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _is_there(root: str, path: str) -> str:
-    """Return a CEL test for a field, with has() at every level: `.?` hides the maximal length from the API server."""
+    """Return a CEL test for a field, with has() at every level because `.?` hides maximal lengths."""
     parts = path.split(".")
     return " && ".join(f"has({root}.spec.{'.'.join(parts[: end + 1])})" for end in range(len(parts)))
 
 
 def _fields(node: dict[str, Any], prefix: str) -> list[tuple[str, Any]]:
-    """Return fields and defaults, two levels deep (roles: three). Blocks with non-CEL types stay whole."""
+    """Return fields and defaults, two levels deep (roles: three)."""
     found: list[tuple[str, Any]] = []
     for name, field in node["properties"].items():
         path = f"{prefix}{name}"

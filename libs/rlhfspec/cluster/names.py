@@ -1,5 +1,6 @@
-"""Names of everything that belongs to a job in a cluster. A *role* has a pod: every stage, `prepare` (makes the run
-folder and checks the job first) and `control` (opens the run on the bus, and reports to the operator).
+"""Names of a job's objects in a cluster.
+
+A role is a stage, `prepare` (checks the job, makes the run folder) or `control` (opens the run and reports on it).
 
 Example:
     >>> pod_name("sums", "generator", 2), secret_name("sums", "generator", "6f1c-42"), run_uid("6f1c-42", 1)
@@ -52,17 +53,17 @@ def pod_name(job: str, role: str, worker: int) -> str:
 
 
 def config_name(job: str, job_uid: str) -> str:
-    """Return the name of the job's ConfigMap. The job's uid makes it unique: nothing else is overwritten."""
+    """Return the name of the job's ConfigMap, unique by the job's uid."""
     return f"{job}-connections-{job_uid[:8]}"
 
 
 def secret_name(job: str, role: str, job_uid: str) -> str:
-    """Return the name of the Secret that only this role's pods mount."""
+    """Return the name of a role's Secret."""
     return f"{job}-{role}-{job_uid[:8]}"
 
 
 def ranks_name(job: str, job_uid: str) -> str:
-    """Return the name of the headless Service of rank 0 for jobs of several nodes. It must begin with a letter.
+    """Return the name of the headless Service of ranks, which must begin with a letter.
 
     >>> ranks_name("1" * 52, "6f1c-42")
     'ranks-1111111111111111111111111111111111111111-6f1c-42'
@@ -71,7 +72,7 @@ def ranks_name(job: str, job_uid: str) -> str:
 
 
 def policy_name(ports: str, job: str, job_uid: str) -> str:
-    """Return the name of a NetworkPolicy that lets pods of one job reach each other."""
+    """Return the name of a job's NetworkPolicy."""
     return f"{ports}-{job[:40].rstrip('-')}-{job_uid[:8]}"
 
 
@@ -84,15 +85,15 @@ def labels_of(job: str, role: str, worker: int) -> dict[str, str]:
 
 
 def run_uid(job_uid: str, number: int) -> str:
-    """Return the uid of the job's n-th run. It is long, so that a forged number cannot yield another run's uid."""
+    """Return the uid of the job's n-th run, too long for collisions by forged numbers."""
     return hashlib.sha256(f"{job_uid}/{number}".encode()).hexdigest()[:16]
 
 
 def run_folder(job: str, job_uid: str) -> PurePosixPath:
-    """Return the default run folder. A later job of the same name has its own."""
+    """Return the default run folder, unique by the job's uid."""
     return STORAGE / "runs" / f"{job}-{job_uid[:8]}"
 
 
 def report_path(namespace: str, job: str) -> str:
-    """Return the operator's path to which control POSTs a `report.Report`."""
+    """Return the URL path to which control POSTs a `Report`."""
     return f"/v1/namespaces/{namespace}/jobs/{job}/report"

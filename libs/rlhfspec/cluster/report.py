@@ -1,4 +1,4 @@
-"""Report of a job's `control` to the operator: on changes, at most once a second, at least every `AT_LEAST_SECONDS`.
+"""Report of a job's `control` to the operator, at least every `AT_LEAST_SECONDS`.
 
 Example:
     >>> Report(run="3a9d33b1", step=12, total_steps=100, reward=0.4).model_dump_json(exclude_defaults=True)
@@ -20,8 +20,7 @@ class ReportPart(BaseModel):
 
 
 class Trouble(ReportPart):
-    """Something that holds the run up. `reason` is as in the job's conditions. What workers said of it stands in
-    control's log alone, because a job's status is read without the right to read logs."""
+    """Problem that delays the run, without messages of workers, because status readers may not read logs."""
 
     reason: Literal["BrokerUnavailable", "RewardFailing", "Stalled", "StorageFull", "RecordUndeliverable"]
     workers: tuple[WorkerName, ...] = Field((), max_length=64)

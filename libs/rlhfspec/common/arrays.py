@@ -1,4 +1,4 @@
-"""Array types named for their content, and `concatenate_ranges`, which numpy lacks."""
+"""Array types, and `concatenate_ranges`, which numpy lacks."""
 
 from __future__ import annotations
 

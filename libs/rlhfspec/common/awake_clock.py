@@ -1,4 +1,4 @@
-"""Clock that leaves out the time in which the process was stopped (Ctrl-Z, SIGSTOP, suspend)."""
+"""Clock that excludes time in which the process was stopped (Ctrl-Z, SIGSTOP, suspend)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ STOPPED_SECONDS = 5.0
 
 
 class AwakeClock:
-    """Clock that somebody must ask about every second, as `sleep` does.
-
-    A late question counts as a stop, unless the process has computed meanwhile."""
+    """Clock to be read every second, as `sleep` does. A late read without CPU time counts as a stop."""
 
     def __init__(
         self,

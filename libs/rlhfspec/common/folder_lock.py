@@ -11,9 +11,7 @@ from pathlib import Path
 
 
 def take_lock(path: Path, *, wait: bool = False) -> int:
-    """Return an open file with the lock, which ends when it is closed or the process ends.
-
-    Raise BlockingIOError, naming the holder, where it is taken."""
+    """Return a file's descriptor with its lock, until closed. Raise BlockingIOError, naming the holder, if taken."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

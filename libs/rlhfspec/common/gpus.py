@@ -11,7 +11,7 @@ _NODE = re.compile(r"nvidia\d+")
 
 
 def visible(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
-    """Return the GPUs that this process sees, as in CUDA_VISIBLE_DEVICES, without asking CUDA."""
+    """Return the GPUs that this process sees, without initializing CUDA."""
     told = environment.get(VISIBLE)
     if told is not None:
         return [name.strip() for name in told.split(",") if name.strip() not in ("", "-1")]
@@ -20,14 +20,13 @@ def visible(environment: Mapping[str, str], devices: Path = Path("/dev")) -> lis
 
 
 def of_rank(gpus: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Return this rank's one of the machine's GPUs, or all of them without ranks."""
+    """Return this rank's GPU, or all without ranks."""
     rank = environment.get("LOCAL_RANK", "")
     return [gpus[int(rank) % len(gpus)]] if rank and gpus else list(gpus)
 
 
 def see_only(told: str | None, environment: MutableMapping[str, str]) -> None:
-    """Restrict this process to the given GPUs (comma-separated), or to its own of several ranks, before it asks
-    CUDA."""
+    """Restrict this process to comma-separated GPUs, or to its rank's, before it initializes CUDA."""
     gpus = visible(environment) if told is None else visible({VISIBLE: told})
     mine = of_rank(gpus, environment)
     if told is not None or mine != gpus:

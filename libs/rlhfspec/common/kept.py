@@ -1,7 +1,4 @@
-"""Results kept between starts, by a key of all that determines them.
-
-They lie in `$RLHFSPEC_CACHE/kept`; `RLHFSPEC_KEPT` names another folder, or none if it is empty.
-"""
+"""Results kept between starts in `$RLHFSPEC_CACHE/kept`, or the folder `RLHFSPEC_KEPT` (empty: none)."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ _OF_A_CPU = ("model name", "flags", "CPU part", "Features")  # lines of /proc/cp
 
 
 def key_of(kind: str, *parts: object) -> str:
-    """Return the key of a result of this code on this machine; `parts` are digested by their repr."""
+    """Return the key of a result of this code on this machine, with the repr of `parts`."""
     return f"{kind}-{_digest(repr((this_program(), *parts)).encode())}"
 
 
@@ -39,7 +36,7 @@ def read(key: str) -> Any:
 
 
 def write(key: str, result: Mapping[str, Any]) -> None:
-    """Keep a result as JSON; without a folder that can be written nothing is kept."""
+    """Keep a result as JSON, if the folder can be written."""
     folder = _folder()
     if folder is None:
         return

@@ -1,6 +1,7 @@
-"""Copies of files between a prefix of an object store (S3, Google Cloud Storage, Azure) and a local folder.
+"""Copies of files between an object store (S3, Google Cloud Storage, Azure) and a local folder.
 
-Credentials come from obstore's variables, such as AWS_ACCESS_KEY_ID, or the machine's identity."""
+Credentials come from obstore's variables, such as AWS_ACCESS_KEY_ID, or the machine's identity.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +29,10 @@ _OF_THE_JOB = ("PermissionDeniedError", "UnauthenticatedError", "InvalidPathErro
 
 
 class ObjectStore:
-    """A store's prefix paired with a folder, to both of which paths are relative. Threads may share it.
+    """Thread-safe pair of a store's prefix and a folder, to both of which paths are relative.
 
-    Raises StorageUnavailable where the store does not answer, and InvalidRequest where a retry cannot help."""
+    Raises StorageUnavailable, or InvalidRequest if a retry cannot help.
+    """
 
     def __init__(self, uri: str, base: Path, *, patience_seconds: float = _PATIENCE_SECONDS) -> None:
         from obstore.store import from_url
@@ -49,7 +51,7 @@ class ObjectStore:
             )
 
     def sizes(self, *prefixes: str) -> dict[str, int]:
-        """Return the sizes of these objects and of those below these names."""
+        """Return the sizes of objects at or below these names."""
         import obstore
 
         found: dict[str, int] = {}
@@ -61,7 +63,7 @@ class ObjectStore:
                     for page in obstore.list(self._store, prefix=prefix):
                         found |= {each["path"]: each["size"] for each in page}
         folders = {str(folder) for path in found for folder in PurePosixPath(path).parents}
-        return {path: size for path, size in found.items() if path not in folders}  # some tools make objects for them
+        return {path: size for path, size in found.items() if path not in folders}  # tools may make objects for them
 
     def at_the_top(self) -> dict[str, int]:
         import obstore
@@ -70,7 +72,7 @@ class ObjectStore:
             return {each["path"]: each["size"] for each in obstore.list_with_delimiter(self._store)["objects"]}
 
     def fetch(self, sizes: Mapping[str, int]) -> int:
-        """Fetch these objects, each whole or not at all, except those already here; return the bytes copied."""
+        """Fetch missing objects, each whole or not at all; return the bytes copied."""
         missing = {path: size for path, size in sizes.items() if not self._is_there(path, size)}
         with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
             for path, size in missing.items():
@@ -80,7 +82,7 @@ class ObjectStore:
         return sum(missing.values())
 
     def push(self, files: Iterable[Path]) -> int:
-        """Push files in this order, except those that are gone; return the bytes copied."""
+        """Push existing files in this order; return the bytes copied."""
         import obstore
 
         total = 0
@@ -176,7 +178,7 @@ def main() -> int:
 
 
 def _make_room(file: Path, size: int) -> None:
-    """Allocate the file at once, so that a full disk shows before hours of fetching."""
+    """Allocate the file, so that a full disk shows before hours of fetching."""
     with _writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("wb") as empty:

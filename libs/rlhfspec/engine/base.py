@@ -1,4 +1,4 @@
-"""Contract of a generation engine: its records and promises. Torch-free."""
+"""Protocols and records of a generation engine. Torch-free."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceStats:
-    """Statistics of a sequence, which never influence its tokens."""
+    """Statistics of a sequence. They never influence its tokens."""
 
     num_verifications: int = 0  # target forwards that produced at least one token
     num_drafted: int = 0  # nodes verified
@@ -69,8 +69,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """Tokens that one sequence gained in a step, without those after its end. Tokens of a stop string are included;
-    only `Completion.text` leaves the string out."""
+    """Tokens that one sequence gained in a step, including those of a stop string."""
 
     id: str
     token_ids: IntArray
@@ -80,7 +79,7 @@ class Gain:
 
     @classmethod
     def of_completion(cls, done: Completion, *, since: int = 0) -> Gain:
-        """Return the gain of a finished sequence, without the first `since` tokens of its response."""
+        """Return the gain of a finished sequence beyond the first `since` response tokens."""
         return cls(
             id=done.id,
             token_ids=np.array(done.token_ids[since:], np.int32),
@@ -92,10 +91,9 @@ class Gain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStep:
-    """Result of one `step()`. `gains` holds every sequence that gained a token or ended, in commit order. Each token is
-    reported once, by the engine that sampled it."""
+    """Result of one `step()`. Each token is reported once, by the engine that sampled it."""
 
-    gains: Iterable[Gain]  # may be iterated repeatedly; built lazily
+    gains: Iterable[Gain]  # sequences that gained a token or ended, in commit order; built lazily, iterable repeatedly
     finished: tuple[Completion, ...]
     num_decoding: int
     num_prefill_tokens: int
@@ -121,15 +119,15 @@ class EngineStats:
     num_kept_blocks: int = 0  # free blocks that keep a prompt's KV for reuse
     num_staying: int = 0  # finished sequences that may be extended
     num_prefill_tokens: int = 0  # run before decoding: prompts, and recomputation after lost memory
-    num_found_tokens: int = 0  # tokens not run because their KV was there: of siblings, kept prompts, an earlier turn
+    num_found_tokens: int = 0  # prompt tokens skipped: siblings, kept prompts or an earlier turn had their KV
     num_moves: int = 0  # sequences taken over from other engines
-    num_recomputed_tokens: int = 0  # of moved sequences: tokens run there and again here
+    num_recomputed_tokens: int = 0  # tokens of moved sequences whose KV was recomputed here
     expert_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # per expert, by layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningReport:
-    """Cost and benefit of learning. Tokens per verification cover steps of this drafter; None: there were none."""
+    """Cost and benefit of learning. Tokens per verification are None without steps of this drafter."""
 
     num_tokens: int = 0  # learnt from, counting every use
     seconds: float = 0.0  # spent on learning
@@ -170,7 +168,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watermark:
-    """Numbers of positions whose KV is at the destination, per KV space (target, and draft if there is one)."""
+    """Numbers of positions whose KV the destination has, per KV space (target, then draft if any)."""
 
     epoch: int
     positions: tuple[int, ...]
@@ -197,8 +195,7 @@ class KVRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceState:
-    """State that another engine needs to continue a sequence. Without `rest` it recomputes the KV, with the same
-    result."""
+    """State from which another engine continues a sequence. Without `rest` it recomputes the KV."""
 
     manifest: Manifest
     rest: KVRange | None
@@ -214,7 +211,7 @@ class SequenceState:
 
 
 class EngineProtocol(Protocol):
-    """Contract of every engine. By the law, only `submit` and `load_weights` can change which tokens come out."""
+    """Interface of every engine. Only `submit` and `load_weights` affect the generated tokens (docs/law.md)."""
 
     @property
     def abilities(self) -> Abilities:
@@ -222,7 +219,7 @@ class EngineProtocol(Protocol):
 
     @property
     def reports(self) -> Mapping[str, ModelReport]:
-        """Return how each model was checked at load: `model`, and `drafter` if there is one."""
+        """Return the load-time check of each model: `model`, and `drafter` if present."""
         ...
 
     def submit(self, request: Request) -> None:
@@ -233,11 +230,11 @@ class EngineProtocol(Protocol):
     def has_work(self) -> bool: ...
 
     def step(self) -> EngineStep:
-        """Run one forward pass for all sequences that can run. Never raise for the fault of one sequence."""
+        """Run one forward pass for all sequences that can run. Never raise for one bad sequence."""
         ...
 
     def cancel(self, request_id: str) -> bool:
-        """Forget a sequence, even one that stays or is moving. Return False if it is not here."""
+        """Drop a sequence, even a staying or moving one. Return False if it is unknown."""
         ...
 
     @property
@@ -250,15 +247,16 @@ class EngineProtocol(Protocol):
     def stats(self) -> EngineStats: ...
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if rows, blocks and sequences do not add up. For use between two steps."""
+        """Raise AssertionError if rows, blocks and sequences are inconsistent. Call it between steps."""
         ...
 
     def close(self) -> None: ...
 
 
 class MovableByTokens(EngineProtocol, Protocol):
-    """Engine whose sequences can continue in another engine of its kind, which recomputes their KV. A move takes place
-    between steps:
+    """Engine whose sequences can move to another one, which recomputes their KV.
+
+    Moves happen between steps:
 
         there.import_sequence(here.export_sequence(name))
         here.cancel(name)                                  # or, after any failure: there.cancel, here.reattach
@@ -269,42 +267,47 @@ class MovableByTokens(EngineProtocol, Protocol):
         ...
 
     def manifest(self, request_id: str) -> Manifest:
-        """Return a sequence's manifest, with epoch 0 if its KV cannot move. Raise InvalidRequest if it is not here."""
+        """Return a sequence's manifest, with epoch 0 if its KV cannot move. Raise InvalidRequest if unknown."""
         ...
 
     def export_sequence(self, request_id: str) -> SequenceState:
-        """Stop a sequence and return its state. It stays here until `cancel` or `reattach`."""
+        """Stop a sequence and return its state. The engine keeps it until `cancel` or `reattach`."""
         ...
 
     def import_sequence(self, arrived: SequenceState) -> None:
-        """Continue a sequence at the next step, with its age. A refused state changes nothing."""
+        """Continue a sequence at the next step. A refused state changes nothing."""
         ...
 
     def reattach(self, request_id: str) -> None: ...
 
 
 class MovableWithKV(MovableByTokens, Protocol):
-    """Engine whose sequences can also move with their KV, most of it sent while they still decode:
+    """Engine whose sequences can also move with their KV, most of it sent while they still decode.
 
-    mark = there.reserve(here.manifest(name))          # refuses here, before any KV is sent
-    while (kv := here.export_range(name, mark)).num_positions > few:  # `here` keeps decoding in between
-        there.import_range(kv)
-        mark = kv.end
-    there.import_sequence(here.export_sequence(name, mark))
-    here.cancel(name)                                  # or, after any failure: there.cancel, here.reattach
+    KV is sent in ranges:
+
+        mark = there.reserve(here.manifest(name))          # refuses here, before any KV is sent
+        while (kv := here.export_range(name, mark)).num_positions > few:  # `here` keeps decoding in between
+            there.import_range(kv)
+            mark = kv.end
+        there.import_sequence(here.export_sequence(name, mark))
+        here.cancel(name)                                  # or, after any failure: there.cancel, here.reattach
     """
 
     def reserve(self, manifest: Manifest) -> Watermark:
-        """Reserve a row and blocks until `import_sequence` or `cancel`, and return the positions that siblings hold
-        here. Raise SequenceStateError or InvalidRequest naming the field that differs or is too big."""
+        """Reserve a row and blocks until `import_sequence` or `cancel`; return the positions already held here.
+
+        Raise SequenceStateError or InvalidRequest, naming the field.
+        """
         ...
 
     def export_range(
         self, request_id: str, start: Watermark, *, max_bytes: int = MOST_RANGE_BYTES, out: Bytes | None = None
     ) -> KVRange:
-        """Copy committed KV after `start`, at most `max_bytes` but at least one position. The parts become consecutive
-        views of the flat buffer `out`. Raise SequenceStateError("epoch") if the sequence lost its memory since
-        `start`."""
+        """Copy committed KV after `start`: at most `max_bytes`, but at least one position.
+
+        The parts are consecutive views of `out`. Raise SequenceStateError("epoch") if KV was lost since `start`.
+        """
         ...
 
     def import_range(self, kv: KVRange) -> None:
@@ -312,36 +315,34 @@ class MovableWithKV(MovableByTokens, Protocol):
         ...
 
     def export_sequence(self, request_id: str, start: Watermark | None = None) -> SequenceState:
-        """Stop a sequence and return its state with the KV after `start`, or all KV without `start`."""
+        """Stop a sequence and return its state with the KV after `start` (default: all)."""
         ...
 
     def import_sequence(self, arrived: SequenceState) -> None:
-        """Continue a sequence at the next step. A refused state changes nothing. Without a reservation or room, or
-        under newer weights, it is queued and recomputes its KV."""
+        """Continue a sequence at the next step; without room or under newer weights, queue it and recompute its KV."""
         ...
 
 
 class Learning(Protocol):
-    """Learning of an engine's drafter between steps. No token depends on it."""
+    """Online learning of a drafter, between steps. Tokens never depend on it."""
 
     @property
     def report(self) -> LearningReport: ...
 
     def learn_while_idle(self) -> bool:
-        """Take one optimizer step while the engine is idle. Return False if there was nothing to learn."""
+        """Take one optimizer step while idle. Return False if there was nothing to learn."""
         ...
 
     def learnt(self) -> Learnt: ...
 
     def take(self, learnt: Learnt) -> bool:
-        """Adopt learnt weights if they come from more tokens; return whether they do. Raise InvalidRequest, with
-        nothing changed, if they belong to another drafter."""
+        """Adopt weights learnt from more tokens; return whether adopted. Raise InvalidRequest for another drafter's."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:
-    """Abilities beyond generating: for each one the object that provides it, or None."""
+    """Optional abilities of an engine: the object that provides each, or None."""
 
     moves_tokens: MovableByTokens | None = None
     moves_kv: MovableWithKV | None = None

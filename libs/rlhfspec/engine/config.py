@@ -17,18 +17,19 @@ _EXACT = ("auto", "on", "off")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Settings of the engine, checked at construction. dtype float64 is the slow reference mode (torch kernels only).
-    Tokens depend on weights, `dtype`, `arithmetic` and, in contexts that are longer, `attention_split`. A GPU gives a
-    token the same bits in any batch only if `exact` is "on". Without `kv_cache_tokens` every row has room for a full
-    context, on a GPU as far as memory allows."""
+    """Settings of the engine, checked at construction.
 
-    dtype: str = "float32"  # float32, bfloat16 or float64
+    Tokens depend on weights, `dtype`, `arithmetic` and, in longer contexts, `attention_split`. A GPU is batch-invariant
+    only if `exact` is "on". Without `kv_cache_tokens`, rows have room for a full context, as GPU memory allows.
+    """
+
+    dtype: str = "float32"  # float32, bfloat16 or float64 (slow reference, torch kernels only)
     device: str = "cpu"  # any device that torch has
     arithmetic: str = "auto"  # auto, fma, amx, dpbf16 or torch: how CPU linear layers add up (docs/law.md)
     exact: str = "auto"  # auto, on or off (docs/law.md)
-    attention_split: int = SPLIT  # positions that have a softmax of their own
+    attention_split: int = SPLIT  # positions per softmax
     speculation: str | DraftPlan = "adaptive"  # off, a drafter's name, adaptive, or a static strategy
-    learning: str | float = OFF  # off, auto (while that pays), or the share of step time, beside all idle time
+    learning: str | float = OFF  # off, auto (while it pays), or a share of step time besides idle time
     num_threads: int | None = None  # CPU threads of the kernels; None: torch's setting
     max_sequences: int = 64  # rows decoded together
     max_context: int = 1024  # tokens of prompt and response
@@ -76,7 +77,7 @@ class EngineConfig:
 
     @property
     def table_width(self) -> int:
-        """Return the number of slots that one row can own: its context and room for trees, in whole blocks."""
+        """Return the most slots a row can own: its context and tree nodes, in whole blocks."""
         return -(-(self.max_context + self.tree_slots + 1) // self.block_size) * self.block_size
 
     @property

@@ -59,8 +59,7 @@ class Engine(Moves):
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, drafter: str | Path | None = None, **options: Any) -> Engine:
-        """Load a Hugging Face causal LM (folder or hub id) and, if given, a smaller one to draft with. `options`: see
-        EngineConfig."""
+        """Load a Hugging Face causal LM (folder or hub id), and a draft model if given. `options`: see EngineConfig."""
         return cls(load_state(path, drafter=drafter, options=options))
 
     @property
@@ -73,7 +72,7 @@ class Engine(Moves):
         params: SamplingParams | SequenceOf[SamplingParams] | None = None,
         seeds: SequenceOf[int] | None = None,
     ) -> list[Completion]:
-        """Generate a completion for every prompt (text or token ids), in the order of the prompts."""
+        """Generate a completion for every prompt (text or token ids), in order."""
         each = params if isinstance(params, SequenceOf) else [params or SamplingParams()] * len(prompts)
         seeds = list(range(len(prompts))) if seeds is None else seeds
         for name, values in (("params", each), ("seeds", seeds)):
@@ -105,7 +104,7 @@ class Engine(Moves):
                     finished[done.id] = done
                 else:
                     others.append(done)
-        self._undelivered.extend(others)  # of another caller, returned by its step()
+        self._undelivered.extend(others)  # of other callers; the next step() returns them
         self._undelivered_gains.extend(gains)
         return [finished[request.id] for request in requests]
 
@@ -219,9 +218,10 @@ class Engine(Moves):
     def extend(
         self, request_id: str, token_ids: SequenceOf[int], *, seed: int, params: SamplingParams | None = None
     ) -> None:
-        """Continue a finished sequence that stays (`Request.stays`). The result is that of a new request whose prompt
-        is all tokens so far plus `token_ids`. Response positions count from 0 again, so every turn needs its own
-        `seed`, or its noise would repeat."""
+        """Continue a sequence that stays, as a new request whose prompt is all its tokens plus `token_ids`.
+
+        Response positions restart at 0, so every turn needs its own `seed`, or its noise would repeat.
+        """
         stayed = self.scheduler.staying.get(request_id)
         if stayed is None:
             raise InvalidRequest(
@@ -233,7 +233,7 @@ class Engine(Moves):
         self.scheduler.extend(self.state.new_sequence(request, Generated.of_prompt(prompt)))
 
     def preempt(self, request_id: str) -> bool:
-        """Preempt a running sequence and free its memory. It recomputes later and continues with the same tokens."""
+        """Preempt a running sequence: free its KV, and recompute it later with the same tokens."""
         sequence = self.state.sequences.get(request_id)
         if sequence is None or not sequence.has_row:
             return False
@@ -247,7 +247,7 @@ class Engine(Moves):
         self.speculation.choose(speculation)
 
     def validate(self, request: Request) -> None:
-        """Raise InvalidRequest, naming the field, if the request can never run here."""
+        """Raise InvalidRequest if the request can never run here."""
         self.state.validate(request)
         self.scheduler.refuse_known(request.id)
 
@@ -299,12 +299,14 @@ class Engine(Moves):
         )
 
 
-_: type[MovableWithKV] = Engine  # mypy holds it to the contract
+_: type[MovableWithKV] = Engine  # mypy checks the protocol
 
 
 def make_engine(
     model: Any, config: EngineConfig, *, draft: Any = None, tokenizer: Any = None, group: Ranks | None = None
 ) -> Engine:
-    """Build an engine of Hugging Face models, which are modified in place, so pass copies. `group`: the processes that
-    share the model, of which this is rank 0; the others call `engine.forward.models.follow_engine`."""
+    """Build an engine of Hugging Face models, which are modified in place.
+
+    `group`: ranks that share the model, of which this is rank 0; others call `engine.forward.models.follow_engine`.
+    """
     return Engine(make_state(model, config, draft=draft, tokenizer=tokenizer, group=group))

@@ -20,7 +20,7 @@ _FIELD = "spec.model.path"
 
 
 def make(job: RLHFJob, load_tokenizer: Callable[[], Any], group: Ranks | None = None) -> Engine:
-    """Build the engine of a job. `group`: the processes of this generator, if several; this is rank 0."""
+    """Build the engine of a job. `group`: the ranks of this generator, of which this is rank 0."""
     model = job.spec.model
     target = _target(job, group)
     draft: Any = model.drafter if may_run_draft_model(job.spec.generation.speculation.mode) else None
@@ -30,7 +30,7 @@ def make(job: RLHFJob, load_tokenizer: Callable[[], Any], group: Ranks | None = 
 
 
 def follow(job: RLHFJob, group: Ranks) -> None:
-    """Hold this rank's part of the model until rank 0 is done. For ranks other than 0."""
+    """Serve this rank's part of the model until rank 0 stops."""
     follow_engine(_target(job, group), _config(job), group)
 
 

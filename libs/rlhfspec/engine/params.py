@@ -13,7 +13,7 @@ LARGEST = 3.4028234663852886e38  # of float32, in which the law reads temperatur
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling parameters: with weights, prompt and seed, all that tokens depend on (the law, docs/law.md).
+    """Sampling parameters. Tokens depend on them, weights, prompt and seed alone (docs/law.md).
 
         temperature: 0 is greedy. top_k: 0 keeps every token. top_p: 1.0 keeps every token.
         max_tokens: response length limit. stop_token_ids: kept as the last token, finish_reason "stop".
@@ -55,7 +55,7 @@ class SamplingParams:
 
 
 def plain(value: Any) -> Any:
-    """Convert a numpy number to Python's, which never overflows; return any other value as it is."""
+    """Convert a numpy number to a Python number; return other values unchanged."""
     if is_int(value):
         return int(value)
     return float(value) if not isinstance(value, bool) and isinstance(value, Real) else value

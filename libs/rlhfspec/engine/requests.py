@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def check_types(request: Request) -> None:
-    """Raise InvalidRequest, naming the field, for a request that no engine can run."""
+    """Raise InvalidRequest, naming the field, if no engine can run the request."""
     seed, version = request.seed, request.weights_version
     checks = (
         ("id", isinstance(request.id, str) and request.id != "", "must be a text"),
@@ -34,8 +34,7 @@ def check_types(request: Request) -> None:
 def check_request(
     request: Request, *, num_token_ids: int, most_tokens: int, has_tokenizer: bool, weights_version: int
 ) -> None:
-    """Raise InvalidRequest, naming the field, if such an engine can never run the request. `most_tokens` limits prompt
-    and response together."""
+    """Raise InvalidRequest if the engine can never run the request. `most_tokens`: prompt plus response."""
     check_types(request)
     prompt, params = request.prompt_token_ids, request.params
     ids = (("prompt_token_ids", prompt), ("stop_token_ids", params.stop_token_ids))

@@ -1,1 +1,1 @@
-"""Hugging Face models on our kernels, and the proof that both compute the same."""
+"""Hugging Face models on rlhfspec's kernels, and the proof of equal results."""

@@ -1,11 +1,12 @@
-"""Tensor parallelism: a causal LM cut over a group's processes by its class's plan in transformers.
+"""Tensor parallelism of a causal LM, cut by its class's plan in transformers.
 
     embedding      rows of the vocabulary   -> looked up where they are, added up
     colwise        outputs of a matrix      -> heads and hidden units of one process
     rowwise        inputs of a matrix       -> added up
     head           rows of the vocabulary   -> joined to all logits
 
-Parts are added in rank order, so a row keeps its own bits."""
+Parts are added in rank order, so a row keeps its own bits.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ class Cut:
 
 
 def added(part: Tensor, group: Ranks) -> Tensor:
-    """Return the sum over all ranks in rank order, so that bits do not depend on other rows."""
+    """Return the sum over all ranks, on CPUs in rank order, so that a row keeps its bits."""
     if not part.is_cpu:
         dist.all_reduce(part, group=group.device)
         return part
@@ -93,9 +94,7 @@ def share(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
 
 
 def load_part(path: str | Path, group: Ranks, *, field: str = "path") -> Any:
-    """Load this process's part of the model at `path`; all processes of the group must call it.
-
-    Raise InvalidRequest, before weights are read, for a model that cannot be cut."""
+    """Load this rank's part of a model, as all ranks must. Raise InvalidRequest if it cannot be cut."""
     whole = _without_weights(path, field)
     styles = planned(whole, path, group.num_ranks, field)
     with _on_its_only_device():
@@ -193,7 +192,7 @@ def _hook(model: Any, path: str, style: str, cut: Cut) -> None:
 def looked_up(
     module: Any, plain: Callable[[Tensor], Tensor], group: Ranks, add: Callable[[Tensor, Ranks], Tensor] = added
 ) -> Callable[[Tensor], Tensor]:
-    """Return the forward of an embedding of which this process has some rows."""
+    """Return the forward of an embedding whose rows are divided among ranks."""
     first, count = share(module.num_embeddings, group.rank, group.num_ranks)
 
     def forward(token_ids: Tensor) -> Tensor:
@@ -207,7 +206,7 @@ def looked_up(
 
 @contextmanager
 def _on_its_only_device() -> Iterator[None]:
-    """Select the visible GPU, as transformers would take that of LOCAL_RANK."""
+    """Select the only visible GPU, as transformers would take that of LOCAL_RANK."""
     told = os.environ.get("LOCAL_RANK")
     if torch.cuda.device_count() != 1 or told is None:
         yield

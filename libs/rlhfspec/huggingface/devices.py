@@ -17,9 +17,7 @@ _USUAL_CAP = 2.0  # of truncated importance sampling
 
 
 def device_of(spec: Spec) -> str:
-    """Return the device; `auto` is a GPU if there is one, but the CPU for exactly on-policy jobs.
-
-    Each of several ranks gets the GPU of its LOCAL_RANK, or the only visible one."""
+    """Return this rank's device; `auto` is a GPU if there is one, but the CPU for exactly on-policy jobs."""
     if spec.device == "auto":
         device = "cuda" if torch.cuda.is_available() and not spec.training.exact_on_policy else "cpu"
     elif spec.device.startswith("cuda") and not torch.cuda.is_available():
@@ -38,9 +36,10 @@ def device_of(spec: Spec) -> str:
 
 
 def settled(spec: Spec, device: str) -> Spec:
-    """Return the job with every `auto` resolved: float32 on a CPU, else bfloat16 engines and autocast trainers.
+    """Return the job with every `auto` resolved: float32 on a CPU, else bfloat16.
 
-    Importance weights are capped at 2 by default where generator and trainer compute in different precision."""
+    Importance weights are capped at 2 by default if generator and trainer differ in precision.
+    """
     on_cpu = device.startswith("cpu") or spec.training.exact_on_policy
     generates = "float32" if on_cpu else "bfloat16"
     trains = "off" if on_cpu or spec.model.dtype != "auto" else "bfloat16"
@@ -75,5 +74,5 @@ def _say_what_is_slow(spec: Spec) -> None:
 
 
 def name_of(device: torch.device) -> str:
-    """Return the product name of a GPU, and the type of any other device."""
+    """Return the product name of a GPU, or another device's type."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -1,6 +1,4 @@
-"""Loading of a Hugging Face model from a folder or hub id.
-
-`load_stored` keeps the file's types and maps safetensors, so that processes of one machine share the memory."""
+"""Loading of Hugging Face models. `load_stored` maps safetensors, which processes of a machine share."""
 
 from __future__ import annotations
 
@@ -38,8 +36,9 @@ def load_model(path: str | Path, *, field: str = "path") -> Any:
 def load_stored(path: str | Path, *, field: str = "path", only_trunk: bool = False, num_ranks: int = 1) -> Any:
     """Load a causal LM on the CPU: bfloat16 parameters stay so, all else is in float32.
 
-    A checkpoint with missing or unknown weights is refused, as transformers would draw or ignore them. only_trunk:
-    allow any head or none. num_ranks: each process reads only its part (`cutting.load_part`)."""
+    Checkpoints with missing or unknown weights are refused. `only_trunk`: allow any head or none. `num_ranks`: each
+    process reads only its part (`cutting.load_part`).
+    """
     from transformers import AutoModelForCausalLM
     from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -53,7 +52,7 @@ def load_stored(path: str | Path, *, field: str = "path", only_trunk: bool = Fal
     except LOAD_ERRORS as error:
         if isinstance(error, InvalidRequest):
             raise
-        if str(error) == NO_MORE_THREADS:  # not the model's fault
+        if str(error) == NO_MORE_THREADS:  # a limit of the system
             raise OSError(errno.EAGAIN, NO_MORE_THREADS) from error
         exists = Path(path).exists()
         reason = "not a loadable Hugging Face causal LM" if exists else "no such folder, nor a model to be had"
@@ -81,7 +80,7 @@ _buffers_made: ContextVar[dict[str, torch.dtype] | None] = ContextVar("types of 
 
 @contextmanager
 def _in_types_of_the_file() -> Iterator[dict[str, torch.dtype]]:
-    """Keep transformers from casting; yields the types of the model's buffers, filled after the load."""
+    """Keep transformers from casting, and yield the types of the loaded model's buffers."""
     _let_types_stay()
     made: dict[str, torch.dtype] = {}
     token = _buffers_made.set(made)
@@ -93,7 +92,7 @@ def _in_types_of_the_file() -> Iterator[dict[str, torch.dtype]]:
 
 @cache
 def _let_types_stay() -> None:
-    """Patch transformers' choice of types so that it keeps them while `_buffers_made` is set."""
+    """Patch transformers to keep types while `_buffers_made` is set."""
     from transformers import PreTrainedModel
 
     usual = PreTrainedModel._get_dtype_plan
@@ -137,8 +136,8 @@ def _by(shape: Sequence[int]) -> str:
 
 @contextmanager
 def _no_report_of_its_own() -> Iterator[None]:
-    """Silence transformers' table of the weights; we raise one line."""
-    names = ("modeling_utils", "distributed.tensor_parallel")  # the second speaks up where the first is set to be quiet
+    """Silence transformers' table of weights."""
+    names = ("modeling_utils", "distributed.tensor_parallel")  # the second logs even if the first is silenced
     before = {name: logging.getLogger(f"transformers.{name}").level for name in names}
     for name in names:
         logging.getLogger(f"transformers.{name}").setLevel(logging.ERROR)

@@ -1,6 +1,4 @@
-"""RLHFJob: the one strict schema of the command line, the custom resource and the chart. This module is torch-free.
-
-YAML is camelCase, Python snake_case."""
+"""Torch-free strict schema RLHFJob of command line, custom resource and chart, camelCase in YAML."""
 
 from __future__ import annotations
 
@@ -390,9 +388,7 @@ class Spec(Block):
 
     @property
     def prefetch(self) -> int:
-        """Return how many samples a generator fetches beyond those that its engine can run.
-
-        Other generators cannot take fetched samples, so they are few; a group at least where samples can move."""
+        """Return the samples that a generator fetches beyond its engine's room: few, as they cannot move."""
         given = self.roles.generator.prefetch
         if given is not None:
             return given
@@ -400,12 +396,12 @@ class Spec(Block):
 
     @property
     def pulled_at_a_time(self) -> int:
-        """Return how many samples are pulled at a time: at most a group, which shares the KV of its prompt."""
+        """Return the samples pulled at a time: at most a group, which shares its prompt's KV."""
         return max(min(self.algorithm.samples_per_prompt, self.prefetch), 1)
 
     @property
     def samples_in_flight(self) -> int:
-        """Return the most samples requested at a time, over all steps that staleness lets begin."""
+        """Return the most samples requested at a time, over all steps within staleness."""
         training = self.training
         return training.prompts_per_step * self.algorithm.samples_per_prompt * (1 + training.max_staleness)
 

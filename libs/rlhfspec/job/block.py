@@ -1,4 +1,4 @@
-"""The base class and number types of the blocks of a job."""
+"""Base class and number types of a job's blocks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Mark(Enum):
 
 
 def marked(block: type[Block], mark: Mark) -> Iterator[str]:
-    """Return the paths of fields with a mark, such as roles.generator.workers; a marked block is one path."""
+    """Yield the paths of marked fields, such as roles.generator.workers; a marked block is one path."""
     for field in block.model_fields.values():
         if mark in field.metadata:
             yield str(field.alias)

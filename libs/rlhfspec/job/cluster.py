@@ -1,4 +1,4 @@
-"""Fields of a job that have an effect in a cluster only."""
+"""Job fields that take effect in a cluster only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a job generates: sampling parameters, engine and speculation."""
+"""Generation settings of a job: sampling parameters, engine and speculation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sources of the rewards of a job."""
+"""Reward sources of a job."""
 
 from __future__ import annotations
 

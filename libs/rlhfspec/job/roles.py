@@ -1,4 +1,4 @@
-"""The roles of a run: their workers, what happens when one fails, and samples that move between generators."""
+"""Roles of a run: workers, failure policy and rebalancing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The map of the loop: every stage, what it consumes and produces, what it waits for, and what unblocks it."""
+"""Stages of the loop: the records that each consumes and produces, and the stages that unblock it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from rlhfspec.messages.transport.base import Consumer, Kind
 
 # A dead worker's records are redelivered after this time; a living worker extends the lease earlier.
 ACK_WAIT_SECONDS = 12.0
-# Work is kept until every consuming stage has acknowledged it. Of state, the latest record per key is kept, and a new
-# process sees it first. A signal may be lost, and publishers never wait for its readers.
+# Work is kept until every consuming stage has acknowledged it. State keeps the latest record per key, which a new
+# process sees first. A signal may be lost, and publishers never wait for its readers.
 KINDS: dict[type, Kind] = {
     Prompt: "work", Sample: "work", Score: "work", Demand: "work",
     Weights: "state", DraftWeights: "state", DatasetInfo: "state", WorkerInfo: "state",
@@ -39,7 +39,7 @@ KINDS: dict[type, Kind] = {
     Move: "signal", Moved: "signal", Plan: "signal",
 }  # fmt: skip
 MOST_PENDING = 1 << 20  # messages of a subject: several steps of any job
-# Records that every process publishes, whatever its stage; and those that every process may also read.
+# Records that processes of every stage publish, and records that processes of every stage may read.
 OF_A_PROCESS: tuple[type[Record], ...] = (Heartbeat, WorkerInfo)
 SEEN_BY_ALL: tuple[type[Record], ...] = (WorkerInfo,)
 LAST_DECLARED = WorkerInfo  # declared last, so its existence implies all others; every process may query it
@@ -49,8 +49,9 @@ LAST_DECLARED = WorkerInfo  # declared last, so its existence implies all others
 class Stage:
     """A stage of the loop.
 
-    `max_held`: most records of one type that its workers together hold unacknowledged. `max_deliveries`: of a record
-    before it becomes a dead letter; None: no limit. `watches`: records that must not affect tokens or curves."""
+    `max_held` limits the unacknowledged records of one type over all its workers. After `max_deliveries` a record
+    becomes a dead letter (None: never). Records in `watches` must not affect tokens or curves.
+    """
 
     name: str
     consumes: tuple[type[Record], ...]
@@ -140,12 +141,12 @@ def subject(job: str, uid: str, record: type) -> str:
 
 
 def dead_letters(job: str, uid: str) -> str:
-    """Return the subject, of state, for records that no worker could handle."""
+    """Return the state subject for records that no worker could handle."""
     return f"rlhf.{job}.{uid}.dead"
 
 
 def state_key(record: Record) -> str:
-    """Return the key of which only the latest state record is kept."""
+    """Return the key under which state keeps its latest record."""
     if isinstance(record, WorkerInfo):
         return f"{record.stage}-{record.worker}"
     return record.role if isinstance(record, Weights) else ""
@@ -183,7 +184,7 @@ def _declaration(job: str, uid: str, record: type, running: Collection[str]) -> 
 
 
 def scoring_stages(algorithm: Algorithm) -> tuple[ScoringStage, ...]:
-    """Return the stages whose scores a sample needs before it can be trained on."""
+    """Return the stages that must score a sample before training."""
     stages: list[ScoringStage] = ["reward"]
     if algorithm.kl_coefficient > 0:
         stages.append("reference")
@@ -193,7 +194,7 @@ def scoring_stages(algorithm: Algorithm) -> tuple[ScoringStage, ...]:
 
 
 def workers_of(job: RLHFJob) -> dict[str, int]:
-    """Return the number of workers of each stage that runs in this job."""
+    """Return the number of workers per stage of the job."""
     roles = job.spec.roles
     running = {"prompts", "generator", "trainer", *scoring_stages(job.spec.algorithm)}
     if job.spec.moves_samples:

@@ -1,1 +1,1 @@
-"""Moves of in-flight sequences between generators: how (migration), and which and when (rebalancing)."""
+"""Moves of running sequences between generators: `rebalancing` plans them, `migration` executes them."""

@@ -1,1 +1,1 @@
-"""Base of every stage: its bus, compute thread, supervision and vital signs."""
+"""Base of every stage: bus, compute thread, supervision and vitals."""

@@ -21,11 +21,11 @@ _Received = TypeVar("_Received", bound=Record)
 
 
 class Service(ABC):
-    """One worker of one stage. A subclass's docstring says *consumes / produces / waits for / unblocked by*.
+    """Worker of a stage. Docstrings of subclasses name *consumes / produces / waits for / unblocked by*.
 
-    - `run` returns when the work is done or soon after `stop`; it raises when it cannot go on.
-    - It reports its state to `self.vitals`: `working` with a deadline, or `waiting`. A silent worker counts as waiting.
-    - Anything slow runs through `in_thread`, never in the event loop.
+    - `run` returns when the work is done or soon after `stop`; it raises if it cannot continue.
+    - `self.vitals` receives its state: `working` with a deadline, or `waiting`, the default.
+    - Slow calls run through `in_thread`, never in the event loop.
     """
 
     def __init__(self, stage: str, worker: int, vitals: Vitals) -> None:
@@ -42,7 +42,7 @@ class Service(ABC):
     async def run(self) -> None: ...
 
     async def stop(self) -> None:
-        """Ask `run` to return soon. By default it sets `self.stopping`, which `run` checks."""
+        """Set `self.stopping`, so that `run` returns soon."""
         self.stopping.set()
 
     @property
@@ -50,7 +50,7 @@ class Service(ABC):
         return "left: it was asked to"
 
     async def unless_stopped(self, wait: Coroutine[Any, Any, list[_R] | None], *events: asyncio.Event) -> list[_R]:
-        """Return the result of a wait. Cancel it and return [] once a stop, or one of `events`, is set."""
+        """Return the result of a wait, or [] at a stop or one of `events`."""
         waiting = asyncio.create_task(wait)
         ends = [asyncio.create_task(event.wait()) for event in (self.stopping, *events)]
         try:
@@ -67,7 +67,7 @@ class Service(ABC):
                 yield arrived
 
     async def pause(self, what: str, seconds: float) -> None:
-        """Sleep, or return early when asked to stop. `what` is reported as the reason."""
+        """Sleep, or return early at a stop, and report `what` as the reason."""
         with self.vitals.waiting(what), suppress(TimeoutError):
             await asyncio.wait_for(self.stopping.wait(), seconds)
 
@@ -75,6 +75,6 @@ class Service(ABC):
         return await self._thread.in_thread(function, *args, **kwargs)
 
     def close(self) -> None:
-        """End the worker's thread and release its resources after the run, however it ended."""
+        """End the worker's thread and release its resources."""
         self._thread.close()
         self.leaving.close()

@@ -1,4 +1,4 @@
-"""Typed records over a transport. A stage publishes and reads only what `messages.loop` allows."""
+"""Typed records over a transport, restricted for each stage by `messages.loop`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Tell = Callable[[How, SampleProgress | None], None]
 
 
 class Held:
-    """Right to end one delivery (`transport.base.Receipt`). Until then its inbox keeps it in progress."""
+    """Receipt of a delivery, which its inbox keeps in progress until it ends."""
 
     def __init__(self, receipt: Receipt, id: str, kept: dict[str, Receipt], tell: Tell | None = None) -> None:
         self._receipt = receipt
@@ -54,7 +54,7 @@ class Held:
         self._ended("term")
 
     def leave(self, progress: SampleProgress | None) -> None:
-        """Give up a delivery without ack or nak. `progress` is None if it never began here."""
+        """Release a delivery without ack or nak; `progress` is None if it never began here."""
         self._forget()
         self._ended("moved", progress)
 
@@ -71,7 +71,7 @@ class Held:
 
 
 class Delivery(Generic[_R]):
-    """Record to handle. Exactly one of ack, nak and term ends it. `held` may be kept without the record."""
+    """Record to end by one of ack, nak and term; `held` may outlive it."""
 
     def __init__(self, record: _R, held: Held, num_deliveries: int, headers: Mapping[str, str]) -> None:
         self.record: _R = record
@@ -90,8 +90,7 @@ class Delivery(Generic[_R]):
 
 
 class Inbox(Generic[_R]):
-    """Records of one type for one worker; undecodable ones go to the dead letters. Inside `async with`, pulled records
-    stay in progress and go to no other worker."""
+    """Inbox of one record type; inside `async with`, pulled records stay in progress."""
 
     def __init__(
         self,
@@ -153,8 +152,7 @@ class Inbox(Generic[_R]):
         return Delivery(record, held, message.num_deliveries, message.headers)
 
     async def adopt(self, data: bytes, id: str, token: str, headers: Mapping[str, str]) -> Delivery[_R]:
-        """Take over a delivery from another worker; the watcher hears at `arrived`. Raises MalformedRecord, or
-        InvalidRequest for a bad token."""
+        """Take over another worker's delivery; raise InvalidRequest for a bad token."""
         record = self._bus.read(self._record_type, f"{self._bus.uid}/{id}", data)
         subject = self._bus.subject(self._record_type)
         receipt = await self._bus.transport.adopt(token, subject, self._place.stage)
@@ -174,14 +172,14 @@ class Inbox(Generic[_R]):
 
 
 async def ack_all(held: Iterable[Held]) -> None:
-    """Acknowledge many deliveries concurrently: sequential round trips would take too long."""
+    """Acknowledge many deliveries concurrently."""
     waiting = list(held)
     for start in range(0, len(waiting), _AT_ONCE):
         await asyncio.gather(*(one.ack() for one in waiting[start : start + _AT_ONCE]))
 
 
 async def give_back(held: Iterable[Held]) -> None:
-    """Give all back at once, so that no other worker waits for the ack timeout."""
+    """Nak all deliveries, for redelivery to other workers at once."""
     await asyncio.gather(*(one.nak() for one in held))
 
 
@@ -194,7 +192,7 @@ class StageBus:
         self._place = WorkerPlace(stage.name, worker)
 
     async def publish(self, record: Record) -> bool:
-        """Publish a record; return False if its id was published before. Waits for room, then raises TransportFull."""
+        """Publish a record; return False for a known id, or raise TransportFull after waiting for room."""
         if type(record) not in self.stage.produces:
             raise InvalidRequest("record", type(record).__name__, f"{self.stage.name} does not produce it (loop.py)")
         watcher = self._bus.watcher
@@ -207,7 +205,7 @@ class StageBus:
             return is_new
 
     async def subscribe(self, record_type: type[_R]) -> Inbox[_R]:
-        """Subscribe to a record type. Workers of a stage share work; state, signals and observers get every record."""
+        """Subscribe to a record type; workers of a stage share work, but observe all state and signals."""
         if record_type not in (*self.stage.consumes, *self.stage.watches, *loop.SEEN_BY_ALL):
             raise InvalidRequest("record", record_type.__name__, f"{self.stage.name} does not consume it (loop.py)")
         transport, subject = self._bus.transport, self._bus.subject(record_type)
@@ -220,8 +218,7 @@ class StageBus:
 
 
 class Bus:
-    """Records of one run over one transport. `uid` separates runs of a job; `workers` are counts per stage and
-    observer; work is kept for these stages only. Set `watcher` before the first subscription."""
+    """Records of one run over a transport; work is kept only for the stages in `workers`."""
 
     def __init__(
         self, transport: Transport, job: str, *, uid: str, workers: Mapping[str, int], clock: Clock | None = None
@@ -233,7 +230,7 @@ class Bus:
         self.uid = uid
         self.workers = dict(workers)
         self.clock = clock or SystemClock()
-        self.watcher: Watcher | None = None
+        self.watcher: Watcher | None = None  # set before the first subscription
 
     @classmethod
     async def open(
@@ -244,7 +241,7 @@ class Bus:
         return bus
 
     async def declare(self) -> None:
-        """Declare every subject of the run, before anybody publishes or reads."""
+        """Declare every subject of the run, before its first use."""
         for declaration in loop.declarations(self.job, self.uid, self.workers):
             await self.transport.declare(*declaration)
 
@@ -272,7 +269,7 @@ class Bus:
         return StageBus(self, _known(name), worker)
 
     async def publish(self, record: Record, headers: Mapping[str, str] | None = None) -> bool:
-        """Publish a record of no stage, such as heartbeats. Stages publish through their `StageBus`."""
+        """Publish a record outside any stage, such as a heartbeat."""
         return await self.transport.publish(
             self.subject(type(record)),
             encode(record),
@@ -282,7 +279,7 @@ class Bus:
         )
 
     async def release(self, name: str) -> None:
-        """Redeliver at once what a dead worker held. Call it before the only worker of a stage restarts."""
+        """Redeliver the records of a stage's only worker, before that worker restarts."""
         for record_type in _known(name).consumes:
             if loop.KINDS[record_type] == "work":
                 await self.transport.release(self.subject(record_type), name)

@@ -1,4 +1,4 @@
-"""Context that a stage's builder gets beside the job. Torch-free."""
+"""Context of a stage's builder, free of torch."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ KEPT_VERSIONS = 2  # the newest version and the one before, which others may sti
 
 
 def kept_versions(job: RLHFJob, stage: str = "trainer") -> int:
-    """Return how many weight versions a store keeps: two, and in the trainer's those that staleness allows."""
+    """Return the number of weights versions to keep: two, plus the allowed staleness for the trainer."""
     return KEPT_VERSIONS + (job.spec.training.max_staleness if stage == "trainer" else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One run of a job. `uid` is in every subject; `base_folder` is the job file's folder, `folder` the run's."""
+    """One run of a job; `base_folder` is the job file's folder, `folder` the run's."""
 
     uid: str
     base_folder: Path

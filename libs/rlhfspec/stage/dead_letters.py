@@ -1,4 +1,4 @@
-"""Watch that ends the run when a record is undeliverable: without it a step would wait forever."""
+"""Watch that ends the run at an undeliverable record."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ log = logging.getLogger("rlhfspec.stage")
 
 
 class DeadLetterWatch(Service):
-    """Service that raises RecordUndeliverable at the first dead letter of this run. consumes: the dead letters of the
-    job; produces: nothing; waits for: a record that a stage refused or never acknowledged; unblocked by: any stage."""
+    """Service that raises RecordUndeliverable at the first dead letter of this run.
+
+    consumes: dead letters; produces: nothing; waits for: an unhandled record; unblocked by: any stage.
+    """
 
     def __init__(self, bus: Bus, vitals: Vitals) -> None:
         super().__init__("supervisor", 0, vitals)
@@ -37,7 +39,7 @@ class DeadLetterWatch(Service):
 
 
 def undeliverable(bus: Bus, message: Message) -> RecordUndeliverable | None:
-    """Return the error for a dead letter, or log and return None if it is no record of this run."""
+    """Return the error for a dead letter, or None if it is no record of this run."""
     try:
         letter = decode(message.data)
         if letter.data or letter.reason.startswith(MALFORMED):  # else the record was too large for a letter

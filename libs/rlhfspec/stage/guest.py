@@ -1,5 +1,7 @@
-"""Idle workers that act as an additional worker of a scoring stage until their own work returns. The guest is built and
-pulls as that stage, so its scores are bit-identical; its activity is reported as the host's."""
+"""Idle workers that serve a scoring stage until their own work returns.
+
+The guest is built and pulls as that stage, so its scores are bit-identical.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ log = logging.getLogger("rlhfspec.stage")
 
 
 class HostedScoring:
-    """Guest of an idle worker. `make` builds the service at first use; after a failure the host only waits."""
+    """Guest service of an idle worker, made at first use."""
 
     def __init__(self, stage: str, make: Callable[[], Awaitable[Service]]) -> None:
         self.stage = stage

@@ -1,4 +1,4 @@
-"""JSON logs, one line per record, with run, worker and sample. Secrets (key seeds, passwords) are masked.
+"""JSON log lines with run, worker and sample; secrets are masked.
 
 Example:
     >>> import io
@@ -48,7 +48,7 @@ def about(sample: str) -> Iterator[None]:
 
 @contextmanager
 def configure(*, job: str, run: str, stage: str, worker: int, stream: TextIO | None = None) -> Iterator[None]:
-    """Log as JSON to `stream` until the block ends, Python warnings included."""
+    """Log to `stream` as JSON inside the block, Python warnings included."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_AsJson({"job": job, "run": run, "stage": stage, "worker": worker}))
     handler.addFilter(_is_worth_a_line)
@@ -68,7 +68,8 @@ def configure(*, job: str, run: str, stage: str, worker: int, stream: TextIO | N
 
 
 def without_secrets(text: str) -> str:
-    """
+    """Mask key seeds and passwords.
+
     >>> without_secrets("nats://reward:hunter2@127.0.0.1:4222 refused")
     'nats://...@127.0.0.1:4222 refused'
     """

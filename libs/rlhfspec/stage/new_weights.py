@@ -27,8 +27,7 @@ async def load_newest(
     deadline_seconds: float,
     clock: Clock,
 ) -> None:
-    """Pass the newest version to `load(tensors, version=...)` in the worker's thread. Retry until success, a stop, or
-    `deadline_seconds`, since the sender may be restarting."""
+    """Load the newest version in the worker's thread, retrying until a stop or `deadline_seconds`."""
     from rlhfspec.training.weights import newest_kept
 
     def get_and_load() -> WeightsVersionError | None:

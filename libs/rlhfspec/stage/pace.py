@@ -1,4 +1,4 @@
-"""Polling intervals: short after news, longer and longer without.
+"""Polling intervals, short after news and growing without.
 
 Example:
     >>> pace = Pace(0.5, 5.0)
@@ -38,7 +38,7 @@ class Beats:
         self._told: object = None
 
     async def next(self, told: object, stopping: asyncio.Event) -> None:
-        """Wait for the next beat or a stop. `told` is the last report without its times."""
+        """Wait for the next beat or a stop; `told` is the last report without times."""
         seconds, self._told = self._pace.after(told != self._told), told
         waits: list[asyncio.Task[Any]] = [asyncio.create_task(stopping.wait())]
         if seconds > LIVE_BEAT_SECONDS:
@@ -51,8 +51,10 @@ class Beats:
 
 
 class Heartbeats(Service):
-    """Service that publishes heartbeats. consumes: the vitals of this process; produces: Heartbeat; waits for: the next
-    beat; unblocked by: time, and a worker that begins something after a quiet while."""
+    """Service that publishes heartbeats.
+
+    consumes: this process's vitals; produces: Heartbeat; waits for: the next beat; unblocked by: time and activity.
+    """
 
     def __init__(self, bus: Bus, vitals: Vitals) -> None:
         super().__init__("heartbeats", 0, vitals)

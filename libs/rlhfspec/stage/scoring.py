@@ -1,4 +1,4 @@
-"""Base of reference and critic: samples in, a number per token out."""
+"""Base of reference and critic, which score the tokens of samples."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ _MOST_TOKENS = 1 << 15  # of samples scored together: half a second of an 8B mod
 
 
 class TokenScoringService(Service):
-    """Consumes Sample; produces Score; waits for finished samples; unblocked by generator. A score depends on its
-    sample alone, not on worker, time or batch."""
+    """Service whose scores depend on the sample alone, not on worker, time or batch.
+
+    Consumes Sample; produces Score; waits for finished samples; unblocked by generator.
+    """
 
     def __init__(
         self,
@@ -36,10 +38,10 @@ class TokenScoringService(Service):
 
     @abstractmethod
     def score(self, samples: Sequence[Sample]) -> Sequence[Sequence[float] | Exception]:
-        """Return a value per response token of each sample, or its error. Runs in the worker's thread."""
+        """Return each sample's values per response token, or its error; runs in the worker's thread."""
 
     async def prepare(self, sample: Sample) -> bool:
-        """Wait until samples of this step can be scored; return False if asked to stop first."""
+        """Wait until samples of this step can be scored; return False at a stop."""
         return True
 
     @property
@@ -102,12 +104,11 @@ class TokenScoringService(Service):
 
 
 def _num_together(deliveries: Sequence[Delivery[Sample]]) -> int:
-    """Return how many of the first samples to score together: of one step, up to _MOST_TOKENS. A redelivered one is
-    alone: it may have killed its worker."""
+    """Return the number of samples of one step to score together, redelivered ones alone."""
     first, num_tokens = deliveries[0], 0
     for place, each in enumerate(deliveries):
         num_tokens += len(each.record.prompt_token_ids) + len(each.record.token_ids)
-        is_first_time = max(first.num_deliveries, each.num_deliveries) == 1
+        is_first_time = max(first.num_deliveries, each.num_deliveries) == 1  # else it may kill the worker
         is_with_it = each.record.step == first.record.step and is_first_time and num_tokens <= _MOST_TOKENS
         if place and not is_with_it:
             return place

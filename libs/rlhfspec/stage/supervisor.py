@@ -1,4 +1,4 @@
-"""Supervisor of a process: the first service that fails, stalls or waits forever ends the run with a reason."""
+"""Supervisor of a process, which ends the run at the first service that fails or stalls."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ Tasks = dict[asyncio.Task[None], Service]
 
 
 class Supervisor:
-    """Supervisor of one run, which ends when all services of the `final` stages have returned, or with an error when
-    all wait for `stall_seconds`. Services have `grace_seconds` to stop when asked, and again when cancelled."""
+    """Supervisor of one run until the `final` stages return, a service fails, or all wait for `stall_seconds`."""
 
     def __init__(
         self,
@@ -41,7 +40,7 @@ class Supervisor:
         self._final = final
 
     async def run(self, services: Sequence[Service], stop: asyncio.Event) -> None:
-        """Run until the final services are done or `stop` is set. Raises the `StageError` that ended it."""
+        """Run until the final services are done or `stop` is set; raise `StageError` for a failure."""
         tasks = {_start(service, service.run()): service for service in services}
         stopped = asyncio.create_task(stop.wait())
         began = self._clock.now()
@@ -124,7 +123,7 @@ def _note_the_ended(tasks: Tasks) -> None:
 
 
 def _raise_failure(tasks: Tasks) -> None:
-    """Raise the error of the first service, in the given order, that failed."""
+    """Raise the error of the first failed service, in order."""
     for task, service in tasks.items():
         if not task.done():
             continue
@@ -137,12 +136,12 @@ def _raise_failure(tasks: Tasks) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return an error as text. Foreign errors need their type (a KeyError has only the key)."""
+    """Return an error as text, with the type of foreign errors."""
     return str(error) if isinstance(error, RLHFSpecError) else f"{type(error).__name__}: {error}"
 
 
 def _waits(states: Iterable[WorkerState]) -> list[tuple[str, int, str, float]]:
-    """Return the waits, stages before watchers and the longest first, each with what could end it."""
+    """Return the waits, stages before watchers, the longest first."""
     ordered = sorted(states, key=lambda state: (state.stage not in STAGE_NAMES, -state.since_seconds))
     return [(state.stage, state.worker, _wait(state), state.since_seconds) for state in ordered]
 

@@ -10,7 +10,7 @@ _AGAIN_SECONDS = 0.1
 
 
 async def together(*parts: Coroutine[Any, Any, None]) -> None:
-    """Run until all are done; the first failure cancels the others and is raised unchanged.
+    """Run coroutines together; the first failure cancels the others and is raised unchanged.
 
     >>> async def fails() -> None:
     ...     raise KeyError("answer")
@@ -30,7 +30,7 @@ async def together(*parts: Coroutine[Any, Any, None]) -> None:
 
 
 async def ended(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel tasks until they are over: redis-py may lose a cancellation (asyncio.wait_for of Python 3.11).
+    """Cancel tasks until they end, as redis-py may lose a cancellation (Python 3.11).
 
     >>> async def loses_the_first() -> None:
     ...     try:
@@ -52,7 +52,7 @@ async def ended(*tasks: asyncio.Task[Any]) -> None:
 
 
 async def to_the_end(part: Coroutine[Any, Any, None]) -> None:
-    """Await a part to its end; a cancellation of the caller is raised afterwards.
+    """Await a coroutine to its end, and raise a cancellation afterwards.
 
     >>> async def main() -> str:
     ...     said = []

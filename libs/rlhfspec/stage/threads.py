@@ -1,4 +1,4 @@
-"""Daemon threads for compute. A hanging call delays neither event loop nor exit, unlike in `asyncio.to_thread`."""
+"""Daemon threads for compute, where a hanging call delays neither event loop nor exit."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ class _Call:
 
 
 class ComputeThread:
-    """Thread of one worker's compute, which keeps thread-local settings (torch's). Calls run one at a time. A cancelled
-    call leaves its busy thread behind; the next call starts a new one."""
+    """Thread of one worker's compute; a cancelled call leaves its thread behind."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -84,7 +83,7 @@ def _work(jobs: queue.SimpleQueue[_Call | None]) -> None:
 
 
 def _as_exception(error: BaseException) -> Exception:
-    """Return an exception that a future accepts and that is no cancellation, wrapped if necessary."""
+    """Wrap an error that a future would refuse or take for a cancellation."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration | CancelledError):
         return error
     wrapped = RuntimeError(f"the call raised {error!r}")

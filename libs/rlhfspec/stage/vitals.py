@@ -1,4 +1,4 @@
-"""Vital signs: current activity of each worker, for supervisor, live view and step report.
+"""Current activity of each worker, for supervisor, live view and step report.
 
 Example:
     >>> from rlhfspec.messages.transport.clock import FakeClock
@@ -42,7 +42,7 @@ class WorkerState:
     trouble: str = ""  # what fails and is retried
 
     def without_times(self) -> WorkerState:
-        """Return the state without times, so that it compares equal until something happens."""
+        """Return the state without times, equal until something changes."""
         return replace(self, since_seconds=0.0, overdue_seconds=0.0, busy_seconds=0.0)
 
 
@@ -59,7 +59,8 @@ class _Activity:
 
 
 def _some(whats: Sequence[str]) -> str:
-    """
+    """Join the first activities and count the rest.
+
     >>> _some(["scoring a", "scoring b", "scoring c", "scoring d"])
     'scoring a; scoring b; scoring c; and 1 more'
     """
@@ -84,7 +85,7 @@ class Worked:
 
 
 class WorkerVitals:
-    """Vital signs of one worker. Activities may overlap; it works while any of them is work."""
+    """Vital signs of one worker, whose activities may overlap."""
 
     def __init__(
         self,
@@ -111,13 +112,13 @@ class WorkerVitals:
         self._trouble = ""
 
     def in_trouble(self, what: str) -> None:
-        """Report what fails and is retried; empty: no more trouble."""
+        """Report a failure that is retried; empty if it is over."""
         self._trouble = what
         self._changed()
 
     @contextmanager
     def working(self, what: str, *, deadline_seconds: float) -> Iterator[Worked]:
-        """Report work. The run ends with an error that names it if it exceeds the deadline."""
+        """Report work, which ends the run with an error if it exceeds the deadline."""
         with self._lock:
             now = self._clock.now()
             key = next(self._keys)
@@ -137,7 +138,7 @@ class WorkerVitals:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Report a wait. Repeated waits for the same thing without work between count as one."""
+        """Report a wait, merging repeated waits for the same thing."""
         with self._lock:
             key = next(self._keys)
             same = self._idle.what == what
@@ -174,7 +175,7 @@ class WorkerVitals:
             )
 
     def work(self) -> list[str]:
-        """Return all activities; if there are parts, only those, since the rest waits for its turn."""
+        """Return the parts in progress, or else all activities."""
         with self._lock:
             activities = list(self._work.values())
         return [part for activity in activities for part in activity.parts] or [each.what for each in activities]
@@ -198,7 +199,7 @@ class WorkerVitals:
 
 
 class Vitals:
-    """Vital signs of a process's workers. `told` is called when work ends, `note` when the activity changes."""
+    """Vital signs of a process's workers; `told` is called after work, `note` at each change."""
 
     def __init__(
         self, clock: Clock | None = None, *, told: Told | None = None, note: Callable[[str], None] | None = None
@@ -241,5 +242,5 @@ class Vitals:
         return tuple(worker.state() for worker in list(self._workers.values()))
 
     def quiet_seconds(self) -> float:
-        """Return the time since a worker last worked; 0 while one does, and when there is none."""
+        """Return the time since any worker last worked; 0 without workers."""
         return min((worker.quiet_seconds() for worker in list(self._workers.values())), default=0.0)

@@ -1,1 +1,1 @@
-"""Tracing and metrics: one trace per sample over all processes, written to the run folder and exported by OTLP."""
+"""Tracing and metrics of a run, written to its folder and exported by OTLP."""

@@ -1,6 +1,4 @@
-"""Watchers of the bus, called for each record that leaves a worker, reaches it or is done. They change nothing.
-
-Headers returned by `publishing` travel with the record to the worker that takes it."""
+"""Watchers of the bus, called for each published, taken or ended record."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ class WorkerPlace(NamedTuple):
 
 
 class SampleProgress(NamedTuple):
-    """Progress of a sample when it moves between workers, summed over all workers so far."""
+    """Progress of a moving sample, summed over its workers."""
 
     num_moves: int  # before this one
     weights_versions: tuple[int, ...]  # of each response token
@@ -28,7 +26,7 @@ class SampleProgress(NamedTuple):
     num_drafted: int
     num_accepted: int
     strategies: tuple[tuple[str, int], ...]  # as in `Sample`
-    at: float  # Unix seconds when it left its source and began to stand still
+    at: float  # Unix seconds when it left its source
     seconds: float = 0.0  # of engine time
 
     @property
@@ -37,7 +35,7 @@ class SampleProgress(NamedTuple):
 
 
 class Delivered(NamedTuple):
-    """Circumstances of a delivery. `num`: 1 the first time. `progress`: set if it came from another worker."""
+    """Delivery of a record. `num` counts from 1; `progress` is set if it came from another worker."""
 
     headers: Mapping[str, str]
     num: int = 1
@@ -48,17 +46,17 @@ class Watcher(Protocol):
     def publishing(self, place: WorkerPlace, record: Record) -> Mapping[str, str]: ...
 
     def published(self, place: WorkerPlace, record: Record, began: float, is_new: bool) -> None:
-        """Observe a published record. `began`: Unix seconds before publishing. is_new False: it was a duplicate."""
+        """Observe a published record. `began`: Unix seconds before; not `is_new`: a duplicate."""
         ...
 
     def taken(self, place: WorkerPlace, record: Record, delivered: Delivered) -> None:
-        """Observe a record pulled by a worker, or received from another worker."""
+        """Observe a record pulled, or received from another worker."""
         ...
 
     def ended(
         self, place: WorkerPlace, record_type: type, id: str, how: How, progress: SampleProgress | None = None
     ) -> None:
-        """Observe the end of a worker's delivery of record `id`. `progress`: set if the sample moves elsewhere."""
+        """Observe the end of a delivery. `progress` is set if the sample moves elsewhere."""
         ...
 
 
@@ -89,6 +87,7 @@ class Watchers:
 
 def sent_at(headers: Mapping[str, str]) -> float | None:
     """Return the time of publication in Unix seconds, or None.
+
     >>> sent_at({"sent": "1716400000.25"}), sent_at({}), sent_at({"sent": "yesterday"}), sent_at({"sent": "inf"})
     (1716400000.25, None, None, None)
     """

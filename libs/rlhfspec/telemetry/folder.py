@@ -1,6 +1,4 @@
-"""Spans in the run folder: `traces/STAGE-N.jsonl`, one line per span, written every second by a background thread.
-
-If traces cannot be written, the run continues after one warning."""
+"""Spans in the run folder: `traces/STAGE-N.jsonl`, one line each. If writing fails, the run continues."""
 
 from __future__ import annotations
 
@@ -62,7 +60,7 @@ class SpanFiles:
 
 
 def append_lines(path: Path, lines: Iterable[str]) -> None:
-    """Append lines; first end a line that a killed process left incomplete."""
+    """Append lines, after ending a line that was left incomplete."""
     path.parent.mkdir(exist_ok=True)
     with path.open("ab+") as file:
         if file.tell():
@@ -72,9 +70,7 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
 
 
 def read_spans(run: Path, *, containing: str = "") -> Iterator[Span]:
-    """Yield the spans of all processes, unordered, also during the run. Incomplete lines are skipped.
-
-    `containing`: read only lines with this text, as a run may have millions."""
+    """Yield the spans of all processes, unordered, from complete lines with `containing`."""
     wanted = containing.encode()
     for path in sorted((run / TRACES).glob("*.jsonl")):
         with path.open("rb") as file:

@@ -1,7 +1,7 @@
 """Merging of a sample's spans from several generators into one sequence of stays and moves.
 
-Each process reports by its own clock. A destination has a sample slightly before its source knows; a killed generator
-reports no end; and a redelivered sample was in no queue while its first holder had it."""
+Clocks differ, killed generators report no end, and a destination has a sample before its source knows.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def joined(spans: Sequence[Span]) -> list[Span]:
 
 
 def _is_part(span: Span) -> bool:
-    """Return whether a span is a stay, or a move that ended one. A failed move only interrupts a stay."""
+    """Return whether a span is a stay, or a move that ended one."""
     return span.name == "generation" or (span.name == "move" and span.attributes.get("how") in WENT_ON)
 
 
@@ -50,7 +50,7 @@ def _deliver_anew(before: Span, after: Span) -> None:
 
 
 def _end_when_published(last: Span, rest: Sequence[Span]) -> None:
-    """End the last stay when its sample was published, if a killed worker did not report it."""
+    """End an open last stay when its sample was published."""
     published = [span.sent for span in rest if span.sent is not None]
     if last.is_open and published:
         last.ended = max(last.began, min(published))

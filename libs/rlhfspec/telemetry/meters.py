@@ -1,6 +1,4 @@
-"""Metrics of a process: for Prometheus as text, and for OTLP if a collector is configured (docs/observability.md).
-
-Numbers are plain Python, converted on demand; OpenTelemetry instruments take ten times as long."""
+"""Metrics of a process for Prometheus and OTLP (docs/observability.md), as plain numbers converted on demand."""
 
 from __future__ import annotations
 
@@ -56,7 +54,7 @@ class _Records:
 
 
 class Meters:
-    """Watcher that counts and measures. It belongs to one event loop; `metrics` is callable from any thread."""
+    """Watcher that counts and measures in one event loop. `metrics` may be called from any thread."""
 
     def __init__(self, *, now: Callable[[], float] = time.time) -> None:
         self._now = now
@@ -69,7 +67,7 @@ class Meters:
         # Counters of others, exported from the start: Prometheus sees no rise in a counter that starts at 1.
         self._elsewhere: dict[tuple[str, Labels], Callable[[], int]] = {}
 
-    # --- what passes on the bus --------------------------------------------------------------------------------------
+    # --- records on the bus ------------------------------------------------------------------------------------------
 
     def publishing(self, place: WorkerPlace, record: Record) -> Mapping[str, str]:
         return {SENT: f"{self._now():.6f}"}
@@ -106,7 +104,7 @@ class Meters:
         if (sent := records.sent.pop(id, None)) is not None and how == "ack":
             records.trip.add(self._now() - sent)
 
-    # --- what else happens -------------------------------------------------------------------------------------------
+    # --- other events ------------------------------------------------------------------------------------------------
 
     def worked(self, stage: str, worker: int, what: str, seconds: float) -> None:
         """Count a piece of work, as `Vitals.told`."""
@@ -158,7 +156,7 @@ class Meters:
     def _set(self, name: str, value: float, place: WorkerPlace, **labels: str) -> None:
         self._gauges[name, _labels(place, **labels)] = value
 
-    # --- what is there -----------------------------------------------------------------------------------------------
+    # --- export ------------------------------------------------------------------------------------------------------
 
     def metrics(self) -> Iterator[Metric]:
         records = [(place, kind.__name__.lower(), each) for (place, kind), each in list(self._records.items())]
@@ -203,7 +201,7 @@ _TIMES_OF_RECORDS = {
 
 
 def kind_of_work(what: str) -> str:
-    """Return the kind of work without ids and numbers, of which there are few enough for a label.
+    """Return the kind of work without ids and numbers, as a metric label.
 
     >>> kind_of_work("loading weights version 7"), kind_of_work("scoring sums/3/7/1")
     ('loading weights version', 'scoring')

@@ -1,4 +1,4 @@
-"""Opening and closing of all watchers of a process. opentelemetry is imported only if needed."""
+"""Watchers of a process. opentelemetry is imported only if needed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """The watchers of one process. `watcher` is None without watchers, `meters` without metrics."""
+    """Watchers of one process, None where disabled."""
 
     watcher: Watcher | None
     meters: Meters | None
@@ -36,7 +36,7 @@ class Observation:
 def watching(
     job: str, uid: str, *, run: Path | None, otlp_endpoint: str | None = None, metrics: bool = False
 ) -> Iterator[Observation]:
-    """Open the watchers of a process. run: folder for traces; None: no traces. metrics: for Prometheus."""
+    """Open the watchers of a process. `run`: folder for traces, if any; `metrics`: for Prometheus."""
     keepers: list[Callable[[Span], None]] = []
     watchers: list[Watcher] = []
     meters = None

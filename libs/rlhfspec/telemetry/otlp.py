@@ -1,6 +1,6 @@
 """Export of spans by OTLP over gRPC. OTEL_EXPORTER_OTLP_* variables set headers and certificates.
 
-A span that began with a record from another process is preceded by a span `queue` for the wait.
+A span of a received record is preceded by a span `queue` for its wait.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class OtlpSpans:
 
     def keep(self, span: Span) -> None:
         if span.again or span.is_open:
-            return  # exported by the first to do it, or at its end
+            return  # exported by the first worker, or at its end
         if span.sent is not None:
             self._processor.on_end(self._readable(span, "queue", span.sent, span.began))
         self._processor.on_end(self._readable(span, span.name, span.began, span.ended))

@@ -1,4 +1,4 @@
-"""Export of metrics by OTLP over gRPC, every few seconds and once at the end."""
+"""Export of metrics by OTLP over gRPC."""
 
 from __future__ import annotations
 

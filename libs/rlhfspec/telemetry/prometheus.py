@@ -20,7 +20,7 @@ def text_of(metrics: Iterable[Metric]) -> str:
 
 @contextmanager
 def served(metrics: Callable[[], Iterable[Metric]]) -> Iterator[str]:
-    """Serve `/metrics` on a free port and yield host:port, for processes without another server."""
+    """Serve `/metrics` on a free loopback port and yield host:port."""
     server, thread = start_http_server(0, LOOPBACK, _AskedRegistry(metrics))
     try:
         yield f"{LOOPBACK}:{server.server_port}"

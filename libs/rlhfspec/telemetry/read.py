@@ -1,4 +1,4 @@
-"""Queries on a run's traces: one sample's life, and the slowest samples of a step."""
+"""Queries on a run's traces: a sample's life, and the slowest samples of a step."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ HOW_TO_GET_TRACES = "are written while a job runs, with observability.traces: tr
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """Spans of one sample in one run, by begin, with the end of its step last and without repetitions.
-
-    `stays`, `moves`: the sample at each generator, and between generators."""
+    """Spans of one sample in one run, by begin, with the end of its step last."""
 
     sample: str
     spans: tuple[Span, ...]
@@ -36,7 +34,7 @@ class Life:
 
     @property
     def seconds_until_scored(self) -> float:
-        """Return its own time; afterwards it only waits for the rest of its step."""
+        """Return the seconds until the sample only waits for the rest of its step."""
         return max((span.ended for span in self.spans if span.name not in _LAST), default=self.ended) - self.began
 
     @property
@@ -56,8 +54,7 @@ class Life:
         return any(span.name not in ("prompt", "generation", "move") for span in self.spans)
 
     def is_in_vain(self, span: Span) -> bool:
-        """Return whether the stay's result was lost: its generator died or returned it, and the prompt was
-        redelivered."""
+        """Return whether the stay's result was lost and its prompt redelivered."""
         return span.name == "generation" and span.delivery != self._delivery
 
     @property
@@ -67,9 +64,7 @@ class Life:
 
 
 def life_of(run: Path, sample: str) -> Life:
-    """Return a sample's life; raise InvalidRequest with the nearest ids.
-
-    sample: id as in samples.jsonl, with or without the job's name."""
+    """Return a sample's life, or raise InvalidRequest with the nearest ids. The job's name may be omitted."""
     _refuse_without_traces(run)
     spans = list(read_spans(run, containing=f'{sample}"'))
     names = {span.sample for span in spans if span.sample == sample} or {
@@ -94,7 +89,7 @@ def slowest(run: Path, count: int, *, step: int | None = None) -> list[Life]:
 
 
 def lives(spans: Iterable[Span]) -> list[Life]:
-    """Return a life for each sample: from the last resumed run, and with the first result of repeated work."""
+    """Return a life per sample, of the last resumed run, with the first result of repeated work."""
     by_sample: dict[str, list[Span]] = {}
     for span in spans:
         by_sample.setdefault(span.sample, []).append(span)

@@ -1,7 +1,7 @@
-"""Spans: work on one sample, with place and times. Their ids are derived, like those of records.
+"""Spans: work on one sample, with place and times.
 
-A trace id is a function of run and sample, a span id of trace and work. So repeated work is the same span. Between
-processes, the context is a W3C header (`traceparent`)."""
+Ids are derived from run, sample and work, so repeated work is the same span. A `traceparent` header carries them.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ Attribute = str | int | float | bool
 class Span:
     """Work on one sample. Times are Unix seconds.
 
-    `sent`: publication of the record that it began with, which waited until `began`. `again`: the result existed
-    already. `delivery`: number of the prompt's delivery; `stay`: number of the generator within it. A move ends or
-    interrupts a stay. `is_open`: the stay was not over at `ended`."""
+    `sent`: publication of the record, which waited until `began`. `again`: the result existed already. `delivery`:
+    number of the prompt's delivery; `stay`: number of the generator in it. `is_open`: the stay was not over at
+    `ended`.
+    """
 
     run: str  # uid
     sample: str
@@ -65,7 +66,7 @@ class Span:
         return max(self.ended - self.began, 0.0)
 
     def to_line(self) -> str:
-        """Return a line of JSON without default values, by hand as it takes a third of the json module's time."""
+        """Return a JSON line without default values, by hand for speed."""
         more = f',"sent":{self.sent:.6f}' if self.sent is not None else ""
         more += f',"parent":"{self.parent}"' if self.parent else ""
         more += ',"again":true' if self.again else ""

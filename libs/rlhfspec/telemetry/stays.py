@@ -1,6 +1,4 @@
-"""Attributes of a sample's spans: the work of each generator that had it.
-
-Records contain totals; the work of a stay is the total minus that at its begin."""
+"""Attributes of a sample's spans. A stay's work is the record's total minus the total at its begin."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Tracer that makes a sample's spans from bus traffic: prompt -> generation -> each score, and training.
 
-The prompt's span is the root, its child is the generation, whose children are scores and training. If a sample moves,
-every stay is a generation whose parent is the previous stay, and so is the move. Long stays are also reported while
-they last (`OPEN_SECONDS`), as their generator may be killed."""
+If a sample moves, the parent of each stay and move is the previous stay. Long stays are also reported early, as their
+generator may be killed.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LEADS_ON = (Prompt, Sample)  # their results belong to the same trace
 
 @dataclass(slots=True)
 class _Taken:
-    """A record in hand: time and parent span. `progress`: set if it came from another worker."""
+    """Record in hand, with time and parent span."""
 
     at: float
     step: int
@@ -174,7 +174,7 @@ class Tracer:
                 self._keep(stay)
 
     def _moved(self, place: WorkerPlace, moved: Moved, published: float) -> None:
-        """Report a move that made its sample stand still. Moves refused earlier cost it nothing."""
+        """Report a move that paused its sample."""
         if moved.pause_seconds <= 0.0:
             return
         stay = self._left.pop((place, moved.sample_id), None)
@@ -198,7 +198,7 @@ class Tracer:
             arrived.scored = step.complete
 
     def _end_step(self, purpose: str, report: StepReport | EvaluationReport) -> None:
-        """Report the spans of a step's samples, and drop earlier steps, whose records are repetitions."""
+        """Report the spans of a step's samples, and drop earlier steps."""
         step = self._steps.get((purpose, report.step), _TracedStep())
         for key in [key for key in self._steps if key[0] == purpose and key[1] <= report.step]:
             del self._steps[key]

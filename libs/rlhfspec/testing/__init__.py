@@ -1,4 +1,4 @@
-"""Tests that every implementation of one of our contracts must pass; they need pytest.
+"""Contract tests for implementations of rlhfspec's interfaces; they need pytest.
 
 from rlhfspec.testing.transport import TransportContract
 

@@ -1,4 +1,4 @@
-"""Contract of drafters: valid trees of the requested shape, whatever came before."""
+"""Contract of drafters: valid trees of the requested shape after any history."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class DrafterContract:
     vocab_size: ClassVar[int] = 3  # of the texts: few tokens, so that suffixes repeat
 
     def make(self, table: DraftTable) -> Drafter:
-        """Return a new drafter for an engine with this table, in which no sequence has begun."""
+        """Return a new drafter for an engine with this table."""
         raise NotImplementedError
 
     def text(self, seed: int, length: int = 200) -> list[int]:

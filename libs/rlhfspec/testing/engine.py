@@ -1,5 +1,4 @@
-"""Contract of engines: the law, then its calls. The law (docs/law.md) is checked against the independent
-`rlhfspec.engine.oracle`, and by comparing a sequence alone with the same one among others."""
+"""Contract of engines. The law (docs/law.md) is checked against the independent `rlhfspec.engine.oracle`."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ NEAR_TIE = 1e-5  # of two perturbed scores in float32, whose order the order of 
 
 @functools.cache
 def reference() -> Any:
-    """Return the suite's model, which all engines can run and a drafter can be made of. Never modify it."""
+    """Return the suite's model, which tests must not modify."""
     return random_model("llama", seed=3, vocab_size=VOCAB_SIZE, num_layers=3, head_dim=32)
 
 
@@ -96,18 +95,18 @@ def log_probs_of(model: Any, done: Completion) -> np.ndarray[Any, Any]:
 
 
 class EngineMaker:
-    """Base of the engine suites. An engine that speculates names its `modes`; each test runs in all of them."""
+    """Base of the engine suites, whose tests run in all `modes` of speculation."""
 
     modes: ClassVar[tuple[Any, ...]] = ("off",)
     log_prob_tolerance: ClassVar[float] = 0.0  # above 0 if a row's numbers depend on the other rows
 
     def wanted(self, done: Completion) -> tuple[object, ...]:
-        """Return what `bits` of the same sequence in another batch must equal."""
+        """Return the expected `bits` of the same sequence in another batch."""
         near = functools.partial(pytest.approx, rel=0.0, abs=self.log_prob_tolerance)
         return done.token_ids, near(done.log_probs), near(done.tempered_log_probs), done.finish_reason
 
     def make(self, model: Any, mode: Any) -> EngineProtocol:
-        """Return a new float32 engine of a model it may keep, in one of the modes, for eight sequences of 96 tokens."""
+        """Return a new float32 engine for eight sequences of 96 tokens, which may keep the model."""
         raise NotImplementedError
 
     def engine(self, mode: Any, model: Any = None) -> EngineProtocol:

@@ -27,10 +27,10 @@ def send(sending: Sending, key: str, content: bytes) -> None:
 
 
 class LinkContract:
-    """Test suite of a link: subclass it with a `landing`; also a `sending` if `job.choices.links` has no entry."""
+    """Test suite of a link. Subclasses define `landing`, and `sending` unless `job.choices.links` has an entry."""
 
     def landing(self, **settings: Any) -> Landing:
-        """Return a new destination. `settings`: `most_bytes` and `seconds`, as in `make_landing`."""
+        """Return a new destination with `settings` of `make_landing`."""
         raise NotImplementedError
 
     def sending(self, offer: str, **settings: Any) -> Sending:

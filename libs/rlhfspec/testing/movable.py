@@ -1,4 +1,4 @@
-"""Contract of engines whose sequences move: wherever they run, they have the same bits."""
+"""Contract of engines whose sequences move: the bits are the same wherever they run."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def reserved(
 def in_rounds(
     here: MovableWithKV, there: MovableWithKV, name: str, rng: np.random.Generator, streams: GainStreams
 ) -> list[Completion]:
-    """Send KV in ranges while both engines decode. Return what finished meanwhile."""
+    """Send KV in ranges while both engines decode; return the sequences finished meanwhile."""
     mark, done = there.reserve(here.manifest(name)), list[Completion]()
     for _ in range(int(rng.integers(1, 4))):
         for _ in range(int(rng.integers(1, 5))):
@@ -96,7 +96,7 @@ class MovableByTokensContract(EngineMaker):
         return {name: self.wanted(each) for name, each in done.items()}
 
     def begun(self, mode: Any, *, num_steps: int = 4, max_tokens: int = 30) -> tuple[Any, Any]:
-        """Return two engines; sequence 7 has run some steps in the first."""
+        """Return two engines, the first with sequence 7 running."""
         here, there = self.pair(mode)
         here.submit(request("7", _PROMPT, max_tokens=max_tokens))
         for _ in range(num_steps):

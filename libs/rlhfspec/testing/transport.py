@@ -18,7 +18,7 @@ Test = Callable[[TransportHarness], Coroutine[Any, Any, None]]
 
 
 class TransportContract:
-    """Test suite of a transport: subclass it with an `open` that yields a new one, and its fake clock if it has one."""
+    """Test suite of a transport. Subclasses define `open`, which yields a new one with its clock."""
 
     def open(
         self, *, max_pending: int, publish_timeout_seconds: float

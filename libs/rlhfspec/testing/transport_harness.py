@@ -1,4 +1,4 @@
-"""A transport under test with its clock, as the tests of `TransportContract` use it."""
+"""Transport under test with its clock, for `TransportContract`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEAD = "rlhf.sums.dead"
 
 
 class TransportHarness:
-    """Transport with its clock. Without a fake clock, `advance` sleeps; waits are a second or two."""
+    """Transport with its clock. Without a fake clock, `advance` sleeps."""
 
     def __init__(self, transport: Transport, clock: FakeClock | None = None) -> None:
         self.transport = transport
@@ -32,14 +32,13 @@ class TransportHarness:
         return [await self.transport.publish(SUBJECT, id.encode(), id=id) for id in ids]
 
     async def open(self, *names: str, **options: Any) -> list[Subscription]:
-        """Declare the subject and return one subscription per name; a repeated name has several workers."""
         consumers = [Consumer(name=name, **options) for name in names]
         await self.transport.declare(SUBJECT, "work", dict.fromkeys(consumers))
         await self.transport.declare(DEAD, "state")
         return [await self.transport.subscribe(SUBJECT, consumer) for consumer in consumers]
 
     async def now(self, subscription: Subscription, most: int = 100) -> list[Message]:
-        """Return all messages available now; a pull may return fewer than it could."""
+        """Return all messages available now, by repeated pulls."""
         found: list[Message] = []
         while len(found) < most and (more := await self.meanwhile(0.1, subscription.pull(most - len(found), 0.05))):
             found += more

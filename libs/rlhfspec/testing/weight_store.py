@@ -1,4 +1,4 @@
-"""Contract of weight stores (`training.weights.base.WeightStore`): get returns what was put, or there is a reason."""
+"""Contract of weight stores (`training.weights.base.WeightStore`): get returns the put weights or raises."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlhfspec.training.modeling.digest import digest
 from rlhfspec.training.weights.base import WeightStore
 from rlhfspec.training.weights.packed import DTYPES
 
-VERSIONS = itertools.count(1)  # a folder that examples share keeps the newest
+VERSIONS = itertools.count(1)  # examples may share a folder, which keeps the newest
 SHAPES = st.lists(st.integers(0, 5), max_size=3)
 TENSORS = st.dictionaries(
     st.text(min_size=1, max_size=6), st.tuples(st.sampled_from(sorted(DTYPES)), SHAPES), max_size=6
@@ -24,7 +24,7 @@ TENSORS = st.dictionaries(
 
 
 def state(version: int) -> dict[str, torch.Tensor]:
-    """Return tied, transposed, half precision, empty and shapeless tensors, the kinds that models have."""
+    """Return tied, transposed, half precision, empty and shapeless tensors."""
     weight = torch.arange(6.0).reshape(2, 3) + version
     return {
         "embedding": weight,
@@ -52,7 +52,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 class WeightStoreContract:
     def make(self, keep: int) -> WeightStore:
-        """Return a new store that keeps `keep` versions per role. Stores of one test may share a place."""
+        """Return a new store that keeps `keep` versions per role."""
         raise NotImplementedError
 
     def test_what_was_put_is_what_is_got(self) -> None:

@@ -1,1 +1,1 @@
-"""From rows to gradients to weights: data, packed models, scores, losses, checkpoints."""
+"""Training: data, models, scoring, losses, checkpoints and weight transfer."""

@@ -1,4 +1,4 @@
-"""A learner of several ranks: rank 0 runs the job, the others follow its commands."""
+"""Learner across ranks: rank 0 leads, and the others execute its commands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlhfspec.training.weights.group.shares import Told
 
 _STORED = "stored tensor"
 
-# Sends one rank's share of the policy and returns its digests; raises RuntimeError if it cannot.
+# Sends one rank's share of the policy and returns its digests, or raises RuntimeError.
 Send = Callable[[Told, dict[str, Tensor], int], list[str]]
 
 
@@ -38,7 +38,7 @@ class Command(StrEnum):
 
 
 class Leader:
-    """The learner on rank 0, which runs each method on all ranks; `close` ends the others."""
+    """Learner on rank 0, which runs each method on all ranks."""
 
     def __init__(self, learner: Learner, ranks: Ranks) -> None:
         self._learner = learner
@@ -57,7 +57,7 @@ class Leader:
         return self._learner.critic_state()
 
     def state(self) -> dict[str, Any] | Writes:
-        """Return the state of a single rank, or a function by which all ranks write theirs into a folder."""
+        """Return a single rank's state, or a function that writes all ranks' to a folder."""
         return self._learner.state() if self._ranks.num_ranks == 1 else self._write
 
     def _write(self, folder: Path) -> list[Written]:
@@ -65,13 +65,13 @@ class Leader:
         return _written(self._learner, self._ranks, folder)
 
     def send(self, send: Send, told: Told) -> list[list[str]]:
-        """Have each rank send its share of the policy; return digests by rank, or raise RuntimeError."""
+        """Send the policy from all ranks and return digests by rank. Raise RuntimeError on failure."""
         self._ranks.command(Command.SEND, told=told.fields())
         return _sent(self._learner, self._ranks, send, told)
 
     @property
     def num_sharing(self) -> int:
-        """Return how many ranks send a share of the policy each; 1: rank 0 sends all, also with tensor parallelism."""
+        """Return the number of sending ranks, which is 1 if rank 0 sends everything."""
         shared = any(isinstance(tensor, DTensor) for tensor in self._learner.own_policy().values())
         return self._ranks.num_ranks if shared else 1
 
@@ -92,11 +92,9 @@ class Leader:
 
 
 def follow(learner: Learner, ranks: Ranks, send: Send | None = None) -> None:
-    """Run rank 0's commands until it says stop; raise StageStalled when none comes for too long.
+    """Execute rank 0's commands until it stops, or raise StageStalled if none arrive."""
 
-    A rank's failure with a folder or network is raised on rank 0."""
-
-    def write(folder: str) -> None:
+    def write(folder: str) -> None:  # rank 0 raises a rank's failure
         with suppress(StorageError):
             _written(learner, ranks, Path(folder))
 
@@ -124,7 +122,7 @@ def follow(learner: Learner, ranks: Ranks, send: Send | None = None) -> None:
 def _written(learner: Learner, ranks: Ranks, folder: Path) -> list[Written]:
     def write() -> Any:
         written = write_part(folder, LEARNER, learner.state(), ranks=ranks, leads=learner.leads)
-        return json.dumps(written.document), written.files  # the document has its own $tensor keys
+        return json.dumps(written.document), written.files  # as text, since `gather` would decode its $tensor keys
 
     told = _of_each(ranks, folder, write)
     return [Written(document=json.loads(document), files=files) for document, files in told]
@@ -135,7 +133,7 @@ def _verified(ranks: Ranks, folder: Path) -> None:
 
 
 def _of_each(ranks: Ranks, folder: Path, work: Callable[[], Any]) -> list[Any]:
-    """Run `work` on each rank and return the results. Raise StorageError on all ranks if one failed."""
+    """Run `work` on all ranks, and raise StorageError on all if one fails."""
     found, problem = None, ""
     try:
         found = work()

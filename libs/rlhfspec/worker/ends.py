@@ -1,4 +1,4 @@
-"""Endpoint of a generator for moves, with a `DirectControl` in one process or a server per worker."""
+"""Move endpoint of a generator: a `DirectControl` in one process, or a server per worker."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ MOVERS = ("generator",)  # roles that may move sequences
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveEndpoint:
-    """Endpoint of a worker for moves. `incarnation` is its WorkerInfo's id, `address` serves the control channel. Call
-    `close` after the mover's, in the event loop."""
+    """Move endpoint of a worker, named by its WorkerInfo's id. Close it after the mover, in the event loop."""
 
     incarnation: str
     control: MoveControl

@@ -1,11 +1,10 @@
-"""Exit codes of a stage's process: whether to restart it, and whether the job can go on.
+"""Exit codes of a worker process, with the failure class of each.
 
-Example:
-    >>> from rlhfspec.errors import InvalidRequest, TransportClosed
-    >>> code_of(InvalidRequest("spec.model.path", "m", "does not exist")), code_of(TransportClosed("rlhf.sums"))
-    (78, 75)
-    >>> failure_of(-9), failure_of(78), failure_of(1)
-    ('killed', 'permanent', 'error')
+>>> from rlhfspec.errors import InvalidRequest, TransportClosed
+>>> code_of(InvalidRequest("spec.model.path", "m", "does not exist")), code_of(TransportClosed("rlhf.sums"))
+(78, 75)
+>>> failure_of(-9), failure_of(78), failure_of(1)
+('killed', 'permanent', 'error')
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def code_of(error: BaseException) -> int:
 
 
 def is_full_disk(error: BaseException | None) -> bool:
-    """Return whether an error, or its cause, is a full disk or quota. Native libraries report it only as text."""
+    """Return whether an error or its cause is a full disk or quota, also by text."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
@@ -62,7 +61,8 @@ def is_full_disk(error: BaseException | None) -> bool:
 
 
 def is_about_full_disk(text: str) -> bool:
-    """
+    """Return whether a message reports a full disk or quota.
+
     >>> is_about_full_disk("OSError: [Errno 28] No space left on device: 'w.safetensors'")
     True
     """
@@ -71,14 +71,14 @@ def is_about_full_disk(text: str) -> bool:
 
 
 def failure_of(code: int) -> Failure:
-    """Return the kind of failure of an exit code; negative: the signal that killed the process."""
+    """Return the failure class of an exit code, or of a signal if negative."""
     if code < 0:
         return "error" if -code in _CRASHES else "killed"
     return "permanent" if code == PERMANENT else "temporary" if code == TEMPORARY else "error"
 
 
 def num_killed_for_memory(counters: Path = Path("/proc/vmstat")) -> int:
-    """Return how many processes the OOM killer has ended on this machine since boot; 0 if unknown."""
+    """Return the machine's OOM kills since boot, or 0 if unknown."""
     with suppress(OSError):
         if found := re.search(r"^oom_kill (\d+)$", counters.read_text(), re.MULTILINE):
             return int(found[1])
@@ -86,7 +86,8 @@ def num_killed_for_memory(counters: Path = Path("/proc/vmstat")) -> int:
 
 
 def said(code: int) -> str:
-    """
+    """Return how a process with this exit code ended.
+
     >>> said(-9), said(3)
     ('killed by SIGKILL', 'ended with exit code 3')
     """

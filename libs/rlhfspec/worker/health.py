@@ -1,4 +1,4 @@
-"""Health of a process: gRPC's standard health service, and HTTP for probes and Prometheus.
+"""Health servers of a process: gRPC's standard service, and HTTP for probes and Prometheus.
 
 | request | answer |
 |---|---|
@@ -7,8 +7,8 @@
 | `/healthz` | 200 while the event loop answers; 503: only a restart will help |
 | `/metrics` | Prometheus metrics |
 
-With credentials gRPC speaks mutual TLS. HTTP is plain, because probes have no certificates, and on loopback by
-default."""
+With credentials gRPC uses mutual TLS. HTTP is plain, as probes have no certificates, and on loopback by default.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ Metrics = Callable[[], str]
 
 
 class Health:
-    """gRPC and HTTP servers of one worker; others add handlers to `server`. `credentials` is a folder with ca.pem,
-    STAGE.pem and STAGE.key (None: no TLS). Port 0 is any."""
+    """gRPC and HTTP servers of one worker. `credentials`: folder with ca.pem, STAGE.pem and STAGE.key."""
 
     def __init__(
         self,
@@ -85,11 +84,11 @@ class Health:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def beat(self) -> None:
-        """Note that the event loop runs. It calls this a few times per `beat_seconds`."""
+        """Note that the event loop runs, several times per `beat_seconds`."""
         self._last_beat = time.monotonic()
 
     async def keep_beating(self) -> None:
-        """Beat until cancelled, and keep the clock going while the process only waits for a server."""
+        """Beat until cancelled, which also keeps the clock going."""
         while True:
             self.beat()
             await self._vitals.clock.sleep(BEAT_SECONDS / 10)

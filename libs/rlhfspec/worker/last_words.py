@@ -1,10 +1,9 @@
-"""End of a process: its exit code, a last log line, the same line in a pod's status, and what it was at.
+"""End of a process: exit code, last log line, the same line in a pod's status, and last activity.
 
-Example:
-    >>> with Ending() as ending:
-    ...     raise InvalidRequest("spec.model.path", "m", "does not exist")
-    >>> ending.code, ending.said
-    (78, "spec.model.path: does not exist (got 'm')")
+>>> with Ending() as ending:
+...     raise InvalidRequest("spec.model.path", "m", "does not exist")
+>>> ending.code, ending.said
+(78, "spec.model.path: does not exist (got 'm')")
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ log = logging.getLogger("rlhfspec.stage")
 
 
 class Ending:
-    """Context manager that turns exceptions of a process into exit code and last words. `file` is a copy for the
-    supervisor, in memory in case the disk is full."""
+    """Context manager that turns exceptions into exit code and last words. `file` is a copy in memory."""
 
     def __init__(self) -> None:
         self.code = exits.DONE
@@ -64,7 +62,7 @@ class Ending:
 
 
 def one_line(error: Exception) -> str:
-    """Return an error as one line, with a prefix that classifies it; all problems of a job are joined, field first.
+    """Return an error as one line, prefixed by its class. All problems of a job are joined.
 
     >>> import errno
     >>> one_line(OSError(errno.ENOSPC, "No space left on device", "/storage/steps.jsonl"))
@@ -86,7 +84,7 @@ def _class(error: BaseException) -> str:
 
 
 def leaves_at_once(when: str) -> None:
-    """Write last words for a requested exit. Safe in a signal handler: takes no logging lock."""
+    """Write last words for a requested exit, safe in signal handlers as it takes no logging lock."""
     text = f"left: {when}"
     os.write(
         sys.stderr.fileno(), json.dumps({"level": "info", "message": text, "exit_code": exits.DONE}).encode() + b"\n"
@@ -106,20 +104,20 @@ def write_last_words(text: str) -> None:
 
 
 class ActivityFile:
-    """File with a process's current activity. It outlives the process, so that a sudden death can name the sample."""
+    """File with a process's current activity, which outlives its sudden death."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
 
     def __call__(self, what: str) -> None:
-        """Replace the activity with a single system call, so that a reader sees the old or the new text."""
+        """Replace the activity in one system call."""
         with suppress(OSError):  # a full disk must not fail the work
             os.pwrite(self._file, what.encode()[:_ACTIVITY_BYTES].ljust(_ACTIVITY_BYTES), 0)
 
 
 def end_file(path: Path) -> Path:
-    """Return the file beside an `ActivityFile` in which the process records how it ended (`Ending`)."""
+    """Return the file beside an `ActivityFile` for the process's `Ending`."""
     return path.with_suffix(".end")
 
 

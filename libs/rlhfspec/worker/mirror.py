@@ -1,7 +1,7 @@
-"""Copy of a run folder in an object store: each pod fetches what it reads at start, and sends its changes. The trainer
-sends before it acknowledges (`trainer.keeping`); others may lose half a minute of traces and moves.
+"""Copy of a run folder in an object store: pods fetch what they read at start, and send their changes.
 
-Example:
+The trainer sends before it acknowledges (`trainer.keeping`); others may lose half a minute of traces and moves.
+
     >>> import tempfile
     >>> base = Path(tempfile.mkdtemp())
     >>> reads = partial(is_read_by, "reward", 0)
@@ -44,7 +44,7 @@ log = logging.getLogger("rlhfspec.stage")
 
 
 def mirrored(connections: Connections, stage: str, worker: int, *, follows: bool = False) -> Mirror | None:
-    """Return a mirror with this process's files; None with a claim. `follows`: skip the trainer's files."""
+    """Return this process's mirror with its files fetched, or None with a claim."""
     if connections.storage_uri is None:
         return None
     began = time.monotonic()
@@ -60,7 +60,7 @@ def mirrored(connections: Connections, stage: str, worker: int, *, follows: bool
 
 
 def is_read_by(stage: str, worker: int, name: str) -> bool:
-    """Return whether a stage reads this path of the run folder. Unread paths are also never removed."""
+    """Return whether a stage reads this path of the run folder. Other paths are never removed."""
     top = name.partition("/")[0]
     if top == TRACES:
         return name == f"{TRACES}/{stage}-{worker}.jsonl"
@@ -72,7 +72,7 @@ def is_read_by(stage: str, worker: int, name: str) -> bool:
 
 
 class Mirror:
-    """Mirror of a run folder. Files written during a send go with the next one."""
+    """Mirror of a run folder."""
 
     def __init__(self, store: ObjectStore, folder: Path, stage: str, worker: int, *, follows: bool = False) -> None:
         self.store = store
@@ -80,7 +80,7 @@ class Mirror:
         self._run = store.path_of(folder)
         self._reads = partial(is_read_by, "" if follows else stage, worker)
         self._alone = threading.Lock()
-        self._there: dict[str, Fingerprint | None] = {}  # by name in the run folder: local state of what the store has
+        self._there: dict[str, Fingerprint | None] = {}  # local state of each file in the store
 
     def fetch_run(self) -> int:
         sizes = {path.removeprefix(f"{self._run}/"): size for path, size in self.store.sizes(self._run).items()}
@@ -91,7 +91,7 @@ class Mirror:
         return num_bytes
 
     def fetch_inputs(self, job_file: Path) -> int:
-        """Fetch the job's inputs and top-level modules. Stages that compute nothing skip model weights."""
+        """Fetch the job's inputs and top-level modules. Stages without torch skip model weights."""
         sizes = self.store.sizes(*input_paths(_spec_of(job_file), self.store.base))
         modules = {path: size for path, size in self.store.at_the_top().items() if path.endswith(".py")}
         computes = self._stage in TORCH_ROLES and self._stage != PREPARE
@@ -102,8 +102,7 @@ class Mirror:
         self.store.fetch(self.store.sizes(f"{self._run}/{TRACES}"))
 
     def send(self) -> None:
-        """Send changed files so that the run can resume wherever this stops: checkpoints after all other files, their
-        manifests last. The trainer also removes from the store what is gone here."""
+        """Send changed files, manifests of checkpoints last, so that the run can resume from a partial send."""
         with self._alone:
             now = {name: _fingerprint(self._folder / name) for name in _names_in(self._folder)}
             for name in sorted(now, key=_order):
@@ -135,8 +134,7 @@ class Mirror:
 
 
 class Mirroring(Service):
-    """Service that sends a mirror periodically. consumes: what its process writes into the run folder; produces: the
-    same in the object store; waits for: the next time; unblocked by: time."""
+    """Mirror sender. consumes: run folder; produces: object store; waits for: the next time; unblocked by: time."""
 
     def __init__(self, mirror: Mirror) -> None:
         super().__init__("mirror", 0, Vitals())  # not supervised
@@ -149,7 +147,7 @@ class Mirroring(Service):
 
 
 def _spec_of(job_file: Path) -> Mapping[str, object]:
-    """Return the job's spec, or {} if it is invalid: its next reader reports that."""
+    """Return the job's spec, or {} if it is invalid."""
     try:
         spec = json.loads(job_file.read_bytes())["spec"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -158,7 +156,7 @@ def _spec_of(job_file: Path) -> Mapping[str, object]:
 
 
 def _is_whole(name: str, there: Mapping[str, int]) -> bool:
-    """Return whether a file is no part of an incomplete checkpoint (one without its manifest).
+    """Return whether a file is not part of a checkpoint without manifest.
 
     >>> _is_whole("checkpoints/step-00000002/state.json", {"checkpoints/step-00000001/manifest.json": 7})
     False
@@ -168,7 +166,8 @@ def _is_whole(name: str, there: Mapping[str, int]) -> bool:
 
 
 def _order(name: str) -> tuple[int, str]:
-    """
+    """Return the sort key for sending: checkpoints last, their manifests at the end.
+
     >>> sorted(["checkpoints/step-1/manifest.json", "checkpoints/step-1/state.json", "steps.jsonl"], key=_order)
     ['steps.jsonl', 'checkpoints/step-1/state.json', 'checkpoints/step-1/manifest.json']
     """

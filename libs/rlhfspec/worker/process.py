@@ -1,6 +1,7 @@
-"""`python -m rlhfspec.STAGE --connections FILE --worker N`: one worker of one stage in its own process. SIGTERM asks it
-to finish and exit with 0; a second one, or one during loading, ends it at once. Heavy modules are imported after the
-arguments are parsed."""
+"""`python -m rlhfspec.STAGE --connections FILE --worker N`: one worker of a stage in its own process.
+
+SIGTERM asks it to finish and exit with 0; a second one, or one during loading, ends it at once.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def main(stage: str) -> NoReturn:
 
 
 def leave_when_asked_to(said: Callable[[], object] = lambda: os.write(2, _LEFT)) -> None:
-    """Exit on a signal until the event loop handles it. Without a handler PID 1 of a container ignores signals."""
+    """Exit on a signal until the event loop handles it, also as PID 1 of a container."""
 
     def leave(number: int, frame: object) -> None:
         said()
@@ -58,7 +59,7 @@ def leave_when_asked_to(said: Callable[[], object] = lambda: os.write(2, _LEFT))
 
 
 def _ask_itself_for_nothing() -> None:
-    """Raise in Python code that signals its own process: a reward's SIGTERM looks like a request to leave."""
+    """Make signals to this process itself raise, as a reward's SIGTERM looks like a request to leave."""
     own = os.getpid()
 
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:
@@ -155,7 +156,7 @@ def _job_of(stage: str, connections: Connections) -> RLHFJob:
 
 
 def _marked(uid: str) -> None:
-    """Restart with the run's mark if started by hand, so that the run's guardian ends this process too."""
+    """Restart with the run's mark if started by hand, for the run's guardians."""
     from rlhfspec.messages.servers.guardian import MARK
 
     if os.environ.get(MARK) != uid:

@@ -1,6 +1,7 @@
-"""`python -m rlhfspec.worker.ranks --nodes N --ranks-per-node G -m MODULE ...`: one worker as a set of forked ranks.
-Ranks get torchrun's environment variables. All nodes are on this machine without `--node I --leader HOST:PORT --secret
-FILE`. If a rank fails the whole set ends; a request to leave goes to rank 0."""
+"""`python -m rlhfspec.worker.ranks --nodes N --ranks-per-node G -m MODULE ...`: one worker as forked ranks.
+
+Ranks get torchrun's environment variables. If a rank fails, the whole set ends; a request to leave goes to rank 0.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ class RankSet:
         return self._nodes * self._ranks_per_node
 
     def start(self, module: str, arguments: list[str], gpus: list[str], leader: str, secret: str) -> None:
-        """Fork the ranks of this node. `gpus`: one per rank, or empty; `leader`: host:port; `secret`: of all ranks."""
+        """Fork this node's ranks. `gpus`: one per rank, or empty; `leader`: host:port."""
         host, _, port = leader.rpartition(":")
         if "OMP_NUM_THREADS" not in os.environ:
             arguments = [*arguments, "--threads", "1"]  # torchrun's default
@@ -57,7 +58,7 @@ class RankSet:
             self._alive[pid] = rank
             _write({"level": "info", "message": f"{self._name(rank)} begins", "rank": rank, "pid": pid})
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda number, _: self._ask(number))  # no process, on a node without rank 0
+            signal.signal(number, lambda number, _: self._ask(number))  # none on a node without rank 0
         signal.signal(signal.SIGALRM, lambda *_: self._kill())
 
     def _environment(self, rank: int) -> dict[str, str]:
@@ -112,7 +113,7 @@ class RankSet:
 
 
 def gpu_of(rank: int, gpus: Sequence[str]) -> list[str]:
-    """Return the argument that selects a rank's GPU; `gpus` are those of all nodes in order."""
+    """Return the argument that selects a rank's GPU of `gpus`."""
     return ["--gpus", gpus[rank % len(gpus)]] if gpus else []
 
 

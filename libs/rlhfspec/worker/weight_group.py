@@ -1,4 +1,4 @@
-"""Weight stores that also transfer policies by a process group: the trainer sends, a generator receives."""
+"""Weight stores that also transfer policies by process group, from the trainer to generators."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def receiving(
 
 
 def kept_as(policy: Any) -> Callable[[str], KeptAs]:
-    """Return a function from an engine's dtype to the dtypes of this model's parameters there. Buffers have none."""
+    """Return a function from an engine's dtype to its parameters' dtypes. Buffers have none."""
     return partial(_kept_as, policy)
 
 

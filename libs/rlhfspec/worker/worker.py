@@ -1,4 +1,4 @@
-"""Worker of a stage in its own process: connect, build, announce, run, and leave when asked."""
+"""Worker of a stage in its own process."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class StageWorker:
         return None if folder is None else ActivityFile(folder / f"{self._stage}-{self._worker}")
 
     async def _connect(self, clock: Clock, watcher: Watcher | None, stage: str, worker: int) -> Bus:
-        """Connect with the rights of that stage. A worker started by hand may have a higher number than the job has."""
+        """Connect with the rights of a stage. Hand-started workers may exceed the job's number."""
         transport = await connect(
             self._connections, stage, name=f"{stage}-{worker}", clock=clock, patience_seconds=OPENING_SECONDS
         )
@@ -204,7 +204,7 @@ class StageWorker:
         return store
 
     async def _built(self, bus: Bus, context: Context, say: _Saying) -> Service:
-        """Build in a thread while the event loop runs, with vitals of its own, since it is no work of the stage."""
+        """Build the service in a thread, with vitals apart from the stage's."""
         vitals = Vitals(context.vitals.clock, note=context.vitals.note)
         deadline = getattr(self._job.spec.roles, self._stage).deadline_seconds
         beating = asyncio.create_task(Heartbeats(bus, vitals).run())
@@ -243,7 +243,7 @@ class StageWorker:
 
 
 def guest_of(job: RLHFJob, host: Context, connect: Connect) -> HostedScoring | None:
-    """Return the guest of a worker that may become idle; None without a stage to help."""
+    """Return the scoring that an idle worker helps with, or None."""
     running = workers_of(job)
     stage = next((stage for stage in GUESTS.get(host.bus.stage.name, ()) if stage in running), None)
     if stage is None or "rebalancer" not in running:
@@ -274,7 +274,8 @@ async def _make(job: RLHFJob, stage: str, worker: int, host: Context, connect: C
 
 
 def host_told(environment: Mapping[str, str]) -> str:
-    """
+    """Return the address to listen at, after binding to it once.
+
     >>> host_told({_HOST: "300.1.2.3"})  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
@@ -298,7 +299,7 @@ def incarnation_of(stage: str, worker: int) -> str:
 
 
 class _Saying:
-    """Log lines for the user. Within `during` they also become the worker's activity."""
+    """Log of lines for the user. Within `during` they are also the worker's activity."""
 
     def __init__(self) -> None:
         self._working: Callable[[str], AbstractContextManager[object]] | None = None

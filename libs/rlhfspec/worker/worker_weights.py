@@ -1,4 +1,4 @@
-"""Weights of one process of a run. The store is created at first use, so that torch is imported only then."""
+"""Weights of one process. The store, and with it torch, is loaded at first use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ READERS = ("generator", "critic")
 
 
 class WorkerWeights:
-    """WeightStore of the configured kind (`choices.weight_stores`). Serving stores find peers by WorkerInfo."""
+    """WeightStore of the configured kind, which finds its peers by WorkerInfo."""
 
     def __init__(self, connections: Connections, job: RLHFJob, bus: StageBus, health: Health) -> None:
         """Create it before the gRPC server of `health` starts."""

@@ -1,4 +1,4 @@
-"""`python -m rlhfspec.operator --settings FILE`: one replica of the operator."""
+"""Run one replica of the operator."""
 
 from __future__ import annotations
 

@@ -34,8 +34,10 @@ CODE_FIELDS = tuple(
 
 
 class Allowed(BaseModel):
-    """Fields that a job may set in its pods: `PATH`, with everything below it, or `PATH=VALUE`, where `*` matches any
-    text. Paths leave out list indices, and name init containers like containers."""
+    """Fields that a job may set in its pods: `PATH` with everything below it, or `PATH=VALUE` with wildcards `*`.
+
+    Paths have no list indices, and name init containers like containers.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -1,12 +1,7 @@
-"""`python -m rlhfspec.operator.keys --namespace NS --release NAME`: the install hook. Makes the Secrets of a release
-that are missing, and never changes one that is there: all of them derive from the first, `NAME-keys`.
+"""Create the missing Secrets of a release, without changing existing ones.
 
-| Secret | for |
-|---|---|
-| `NAME-keys` | the operator: all keys derive from it (`service.credentials`) |
-| `NAME-nats`, `NAME-redis` | the servers: configuration with their users, and a certificate |
-| `NAME-operator-tls` | the operator's endpoint for reports |
-| `NAME-dashboard` | the dashboard: to look on |
+All derive from `NAME-keys`, the operator's. `NAME-nats` and `NAME-redis` configure the servers, `NAME-operator-tls`
+serves the endpoint for reports, and `NAME-dashboard` gives read access to runs.
 """
 
 from __future__ import annotations
@@ -27,7 +22,7 @@ from rlhfspec.worker.exits import PERMANENT, TEMPORARY
 
 
 async def install(api: Api, namespace: str, release: str) -> list[str]:
-    """Create missing Secrets and return one line per Secret."""
+    """Create missing Secrets and return one line per created Secret."""
     lines = []
     first = f"{release}-keys"
     if (data := await _data_of(api, namespace, first)) is None:

@@ -1,14 +1,14 @@
-"""Leader election: the replica that holds a Lease acts, and only while it surely holds it.
+"""Leader election: a replica acts only while it certainly holds the Lease.
 
-| replica | what it does |
+| replica | action |
 |---|---|
-| the holder | writes the Lease every RENEW_SECONDS; acts until ACT_SECONDS after its last renewal *began* |
-| all others | read it every LOOK_SECONDS; take it once it was not renewed for LEASE_SECONDS, each by its own clock |
+| holder | renews every RENEW_SECONDS; acts until ACT_SECONDS after its last renewal *began* |
+| others | read every LEADER_LOOK_SECONDS; take a Lease not renewed for LEADER_LEASE_SECONDS by their own clock |
 
-Clocks of two machines are never compared. ACT_SECONDS < LEASE_SECONDS, and a holder counts from before its write while
-the others count from after they saw it, so a holder stops before another begins, even if it was paused. The
-`resourceVersion` lets only one take the Lease; a holder that finds it changed or gone stops at once. On SIGTERM the
-holder stops acting, then releases the Lease."""
+Clocks of machines are never compared. ACT_SECONDS < LEADER_LEASE_SECONDS, and a holder counts from before its write,
+the others from after they saw it. So even a paused holder stops before another begins. The `resourceVersion` lets only
+one replica take the Lease.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOG = logging.getLogger(__name__)
 
 
 def seconds_awake_or_asleep() -> float:
-    """Return a clock that also counts while the machine sleeps, unlike `time.monotonic`."""
+    """Return monotonic seconds that include the sleep of the machine."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -44,13 +44,13 @@ class Lease:
         self._now = now
         self._acts_until = float("-inf")
         self._seen: tuple[str, float] = ("", float("-inf"))  # resourceVersion, and when it was first seen
-        self._ours: dict[str, Any] | None = None  # our last write
+        self._ours: dict[str, Any] | None = None  # last write of this replica
         self._is_over = False
         self.changed = asyncio.Event()  # set whenever the Lease is won or lost
 
     @property
     def is_held(self) -> bool:
-        """Return whether this replica may write. Check it right before every write."""
+        """Return whether this replica may write; check it right before every write."""
         return not self._is_over and self._now() < self._acts_until
 
     @property
@@ -68,7 +68,7 @@ class Lease:
                 was_held = self.is_held
                 LOG.info("%s the Lease %s", "acts: holds" if was_held else "stands by: does not hold", self._name)
                 self.changed.set()
-            # Count from the begin: after a slow attempt the next follows at once.
+            # Counted from the start of the attempt: after a slow one the next follows at once.
             await asyncio.sleep(began + (RENEW_SECONDS if was_held else LEADER_LOOK_SECONDS) - self._now())
 
     async def attempt(self) -> None:
@@ -81,7 +81,7 @@ class Lease:
             LOG.warning("the Lease %s cannot be reached: %s %s", self._name, type(error).__name__, error)
 
     async def _renew(self, began: float) -> None:
-        """Write the Lease; read it first unless our last write is known to be current."""
+        """Write the Lease, after reading it unless the last write succeeded."""
         last, self._ours = self._ours, None
         if last is None:
             answer = await self._api.lease("GET", self._namespace, self._name)
@@ -103,7 +103,7 @@ class Lease:
             LOG.warning("the Lease %s cannot be written: %s", self._name, taken.message)
 
     def _is_free(self, answer: ApiResponse) -> bool:
-        """Return whether we may take it: ours, released, or not renewed for its whole duration while we watched."""
+        """Return whether the Lease is released, expired by the local clock, or held by this replica."""
         holder = answer.body["spec"].get("holderIdentity")
         version = answer.body["metadata"]["resourceVersion"]
         if self._seen[0] != version:
@@ -111,7 +111,7 @@ class Lease:
         return holder in (self._identity, "", None) or self._now() - self._seen[1] > LEADER_LEASE_SECONDS
 
     def _written(self, last: dict[str, Any]) -> dict[str, Any]:
-        """Return the Lease to write. `last` carries the resourceVersion that must still be current."""
+        """Return the Lease that replaces `last`."""
         now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
         spec = last.get("spec", {})
         holder = "" if self._is_over else self._identity
@@ -130,7 +130,7 @@ class Lease:
         }
 
     async def release(self) -> None:
-        """Release the Lease. Call it after `run` was cancelled and all writes have ended."""
+        """Release the Lease, after `run` and all writes have ended."""
         was_held, self._is_over = self.is_held, True
         if not was_held:
             return

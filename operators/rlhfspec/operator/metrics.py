@@ -97,7 +97,7 @@ class _MadeWhenRead(Collector):
 
 
 def _restarts(workers: Iterable[Restarted]) -> Metric:
-    """Return restart counters under the local supervisor's names (docs/observability.md)."""
+    """Return restart counters under the name that the local supervisor uses."""
     labels = ("namespace", "rlhfjob", "stage", "worker")
     family = CounterMetricFamily("rlhfspec_restarts", "Times that a worker was started again.", labels=labels)
     for each in workers:

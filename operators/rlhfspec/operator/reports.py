@@ -1,17 +1,18 @@
-"""HTTPS endpoint for reports of a job's control, authenticated by its pod's service account token.
+"""HTTPS endpoint for reports of `control`, authenticated by its service account token.
 
-A TokenReview must show a live control pod of that very job, made by the operator. It can only report its own run.
+The token must belong to a live control pod that the operator made for the job.
 
-| answer | why |
+| status | reason |
 |---|---|
-| 204 | taken |
-| 401 | no token, or none for us |
-| 403 | a token of another pod |
-| 404 | no such job (here) |
-| 413 | more than MOST_BYTES |
-| 422 | no Report; which field |
+| 204 | accepted |
+| 401 | no token, or invalid for the audience |
+| 403 | token of another pod |
+| 404 | unknown job |
+| 413 | more than _MOST_BYTES |
+| 422 | invalid report |
 | 429 | more often than every LEAST_SECONDS |
-| 503 | this replica does not act, or the API server cannot be asked |"""
+| 503 | not the leader, or no answer of the API server |
+"""
 
 from __future__ import annotations
 
@@ -133,7 +134,8 @@ class Reports:
 
 
 def _caller_of(user: dict[str, Any]) -> Caller | None:
-    """
+    """Return the pod to which a token belongs, or None.
+
     >>> _caller_of({"username": "system:serviceaccount:team:rlhfspec-job", "extra": {
     ...     "authentication.kubernetes.io/pod-name": ["sums-control-0"],
     ...     "authentication.kubernetes.io/pod-uid": ["6f1c"]}})

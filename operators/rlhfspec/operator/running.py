@@ -1,9 +1,10 @@
-"""One replica of the operator: it always watches, and acts while it holds the Lease.
+"""Replica of the operator, which always watches and acts while it holds the Lease.
 
     watches -> cache -> queue -> one reconcile of one job -> writes
     reports ----^                                       (only while the Lease is held, checked before every write)
 
-A new leader labels its pod, which the Service of the reports selects, lists everything, and reconciles every job."""
+A new leader labels its pod for the Service of reports, lists everything, and reconciles every job.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +41,14 @@ from rlhfspec.operator.shared.spaces import Spaces
 from rlhfspec.operator.web import health_app, served, tls_of
 from rlhfspec.stage.tasks import ended
 
-WORKERS = 4  # concurrent reconciles; more did not start jobs sooner
+WORKERS = 4  # concurrent reconciles; more do not start jobs sooner
 _RETRY_SECONDS = 1.0
 LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlace:
-    """Place and addresses of this replica. `pod` is None outside a pod; without `tls` there is no report endpoint."""
+    """Pod and addresses of this replica, which has no report endpoint without `tls`."""
 
     pod: str | None
     host: str = "0.0.0.0"
@@ -123,7 +124,7 @@ class Operator:
             await leaving.enter_async_context(reports)
 
     def _problem(self) -> str:
-        """Return why the replica is not ready. Standing by counts as ready."""
+        """Return why the replica is not ready; a standby is ready."""
         return "" if self._lease.was_seen else "the Lease has not been read yet"
 
     async def _lead(self) -> None:
@@ -166,7 +167,7 @@ class Operator:
                 await asyncio.sleep(_RETRY_SECONDS)
 
     async def _label_leader(self) -> None:
-        """Label our pod as leader, and no other pod of the release."""
+        """Move the leader label to this replica's pod."""
         if self._place.pod is None:
             return
         ours, value = self._place.pod, "true"
@@ -220,18 +221,18 @@ class Operator:
 
 
 def restarted(cache: Cache) -> Iterator[Restarted]:
-    """Yield restart counts of every worker, also zero, so that the first restart is visible as a rise."""
+    """Yield the restart count of every worker, also zero."""
     for namespace, name in cache.jobs():
         job = cache.job((namespace, name))
         restarts = job.status.get("restarts") or {} if job is not None else {}
         counts = restarts.get("byWorker") or {}
         for role, number in sorted({*map(worker_of, counts), *(pod.key for pod in cache.pods((namespace, name)))}):
-            if role in names.ROLES:  # anybody with status rights can write any name
+            if role in names.ROLES:  # users with status rights can write any name
                 yield Restarted(namespace, name, role, number, counts.get(worker_name((role, number)), 0))
 
 
 async def _end(task: asyncio.Task[None]) -> None:
-    """Cancel a task, and raise its own error if it had failed."""
+    """Cancel a task, and raise its error if it had failed."""
     await ended(task)
     if not task.cancelled():
         task.result()

@@ -1,4 +1,4 @@
-"""Settings from the chart: one JSON file and folders of mounted Secrets.
+"""Settings that the chart writes as one JSON file.
 
 Example:
     >>> images = {"slim": "rlhfspec:slim", "cpu": "rlhfspec:cpu", "cuda": "rlhfspec:cuda"}
@@ -75,7 +75,7 @@ class OperatorFile(SettingsPart):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read the file. Raises InvalidRequest in one line if it is invalid."""
+        """Read the settings file, or raise InvalidRequest."""
         try:
             return cls.model_validate_json(path.read_bytes())
         except OSError as error:
@@ -88,7 +88,7 @@ class OperatorFile(SettingsPart):
 
     @property
     def namespaces(self) -> tuple[str, ...]:
-        """Return the watched namespaces; empty: those with the label."""
+        """Return the watched namespaces, none if a label selects them."""
         return () if self.scope == "cluster" else self.job_namespaces or (self.namespace,)
 
 

@@ -1,4 +1,4 @@
-"""Servers of the operator: plain HTTP for probes and Prometheus, HTTPS for reports of jobs."""
+"""HTTP server for probes and Prometheus, and HTTPS server for reports of jobs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CLOSE_SECONDS = 2.0
 
 
 def health_app(metrics: Metrics, problem: Callable[[], str]) -> web.Application:
-    """Return the app with `/healthz`, `/readyz` (ready while `problem` returns nothing) and `/metrics`."""
+    """Return the app of `/healthz`, `/metrics` and `/readyz`, which fails with the text of `problem`."""
 
     async def healthz(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")
@@ -34,7 +34,7 @@ def health_app(metrics: Metrics, problem: Callable[[], str]) -> web.Application:
 
 
 def tls_of(folder: Path) -> ssl.SSLContext:
-    """Return the server context; callers authenticate with a token."""
+    """Return a server context with the certificate in a folder."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(folder / _CERTIFICATE, folder / KEY)

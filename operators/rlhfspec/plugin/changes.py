@@ -55,7 +55,7 @@ def drain(
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[str]:
-    """Evict pods and wait until they left; generators hand over their sequences first."""
+    """Evict pods, wait until they left, and yield the progress."""
     waited_for = {}
     for pod in pods:
         cluster.evict(name_of(pod))

@@ -1,4 +1,4 @@
-"""Cluster of the user's kubeconfig: objects as the API server returns them, errors in one line."""
+"""Synchronous client of the cluster in the user's kubeconfig."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NO_SUCH_KIND = ("could not find the requested resource", "404 page not found")
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Place given on the command line; None: from the kubeconfig."""
+    """Options of the command line; None means from the kubeconfig."""
 
     namespace: str | None = None
     context: str | None = None
@@ -38,7 +38,7 @@ class Where:
 
 
 class Cluster:
-    """One namespace of a cluster. Requests are never retried, because a person waits."""
+    """One namespace of a cluster, with requests that are never retried."""
 
     def __init__(self, where: Where) -> None:
         self._where = where
@@ -89,7 +89,7 @@ class Cluster:
             self._asked(f"deletion of {name}", deletion)
 
     def evict(self, name: str) -> None:
-        """Evict a pod: its process gets SIGTERM. A PodDisruptionBudget may forbid it."""
+        """Evict a pod, unless a PodDisruptionBudget forbids it."""
         self._asked(f"eviction of {name}", self._api.evict(self.namespace, name))
 
     def warnings(self, names_: set[str]) -> list[Json]:
@@ -108,7 +108,7 @@ class Cluster:
             yield rest.decode(errors="replace")
 
     def kubectl(self, *words: str) -> list[str]:
-        """Return a kubectl command line for the same place, for what needs a terminal or a stream."""
+        """Return a kubectl command line for the same cluster and namespace."""
         program = shutil.which("kubectl")
         if program is None:
             raise InvalidRequest("kubectl", None, "is not on the PATH; commands that run something in a pod need it")
@@ -119,7 +119,7 @@ class Cluster:
         return [program, *options, *words]
 
     def exec(self, pod: str, *words: str) -> list[str]:
-        """Return the command line that runs something in the pod's worker container."""
+        """Return the command line that runs a program in a pod."""
         return self.kubectl("exec", pod, "-c", names.CONTAINER, "--", *words)
 
     # --- queries run in the pod of the job's control, which has credentials and run folder ----------------------------
@@ -163,7 +163,7 @@ class Cluster:
 
 
 class _Calls:
-    """Event loop in its own thread for synchronous callers, of any thread. `close` cancels pending calls."""
+    """Event loop in its own thread, for synchronous callers."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()

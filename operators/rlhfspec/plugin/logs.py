@@ -1,4 +1,4 @@
-"""`kubectl rlhf logs`: JSON logs of all pods in readable form, merged by time, optionally of one sample.
+"""`kubectl rlhf logs`: readable logs of all pods, merged by time, optionally of one sample.
 
 Example:
     >>> said = '{"level": "warning", "message": "slow", "sample": "sums/3/7/1"}'
@@ -35,7 +35,7 @@ _COLOURS = {"warning": "yellow", "error": "red", "critical": "red"}
 
 @dataclass(frozen=True, slots=True, order=True)
 class Line:
-    """Log line. `time` is the kubelet's timestamp, by which lines of all pods are ordered."""
+    """Log line, ordered by the kubelet's timestamp."""
 
     time: str
     worker: str
@@ -44,7 +44,7 @@ class Line:
     sample: str = ""
 
     def is_about(self, sample: str) -> bool:
-        """Return whether a line is about a sample; its prompt's lines count, and those of its parts."""
+        """Return whether a line is about a sample, its prompt or its parts."""
         if not self.sample:
             return sample in self.message
         one, other = f"{self.sample}/", f"{sample}/"
@@ -60,7 +60,7 @@ class Line:
 
 
 def parsed(line: str, worker: str) -> Line:
-    """Parse a line; text that is not JSON is kept as it is."""
+    """Parse a log line, keeping text that is not JSON."""
     time, _, text = line.partition(" ")
     try:
         said = json.loads(text)
@@ -80,7 +80,7 @@ def lines(
     tail: int | None = None,
     trace: Iterable[Line] = (),
 ) -> Iterator[Line]:
-    """Yield present lines, by time. Logs of deleted pods are lost."""
+    """Yield the lines of existing pods, ordered by time."""
     logs = [_of_pod(cluster, name_of(pod), worker_of(pod), tail) for pod in cluster.pods(job, role) if _has_log(pod)]
     traced = sorted(line for line in trace if role is None or line.worker.rpartition("-")[0] == role)
     for line in heapq.merge(*logs, traced):
@@ -89,7 +89,7 @@ def lines(
 
 
 def trace_of(cluster: Cluster, job: str, sample: str) -> tuple[list[Line], str]:
-    """Return a sample's trace as lines, which covers successful work that no log mentions; or why there is none."""
+    """Return a sample's trace as lines, or why there is none."""
     try:
         return [Line(**each) for each in cluster.ask_control(job, "--sample", sample)], ""
     except RLHFSpecError as error:
@@ -97,7 +97,7 @@ def trace_of(cluster: Cluster, job: str, sample: str) -> tuple[list[Line], str]:
 
 
 def followed(cluster: Cluster, job: str, *, role: str | None = None, sample: str | None = None) -> Iterator[Line]:
-    """Yield lines as they come, also of new pods, until the job is over."""
+    """Yield lines as they come, until the job is over."""
     told: queue.SimpleQueue[Line | None] = queue.SimpleQueue()
     threads: dict[str, threading.Thread] = {}  # by pod uid
     while True:

@@ -1,8 +1,4 @@
-"""`kubectl rlhf`: what a person asks about a job in a cluster.
-
-Every command takes -n, --context and --kubeconfig as kubectl does. Errors are one line: exit code 2 for what was asked
-wrongly, 1 for what the cluster said.
-"""
+"""Commands of `kubectl rlhf`; errors are one line, with exit code 2 for invalid requests and 1 for others."""
 
 from __future__ import annotations
 

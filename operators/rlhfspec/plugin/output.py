@@ -1,7 +1,7 @@
-"""Terminal output. Control characters in texts of the cluster are shown as pictures in every command.
+r"""Terminal output that shows control characters in texts of the cluster as symbols.
 
 Example:
-    >>> say("red \\x1b[31m, or \\u202e backwards")
+    >>> say("red \x1b[31m, or \u202e backwards")
     red ␛[31m, or � backwards
 """
 
@@ -17,9 +17,9 @@ from rlhfspec.runs.view.text import visible
 
 
 def shown(text: str) -> str:
-    """Return text without control characters; line ends stay and tabs are expanded.
+    r"""Return text without control characters; line ends stay and tabs are expanded.
 
-    >>> shown("a\\tb\\r\\nc\\x07")
+    >>> shown("a\tb\r\nc\x07")
     'a       b\\nc␇'
     """
     return visible(text.replace("\r\n", "\n").expandtabs())
@@ -30,7 +30,7 @@ def say(text: str, *, is_error: bool = False) -> None:
 
 
 class SafeConsole(Console):
-    """Console that also sanitizes text in tables and trees, in case `shown` was forgotten."""
+    """Console that also sanitizes text in tables and trees."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for text, style, control in super().render(renderable, options):

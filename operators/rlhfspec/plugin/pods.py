@@ -22,7 +22,7 @@ Json = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class PodState:
-    """State of a pod: kubectl's `word`, and one line of evidence."""
+    """State of a pod: a word as in kubectl, and one line of evidence."""
 
     word: str
     detail: str = ""
@@ -38,7 +38,7 @@ def role_of(pod: Json) -> str:
 
 
 def worker_of(pod: Json) -> str:
-    """Return the worker's name as in `drain JOB WORKER`: generator-2."""
+    """Return the worker's name, such as generator-2."""
     return f"{role_of(pod)}-{(pod['metadata'].get('labels') or {}).get(names.WORKER, '0')}"
 
 
@@ -51,7 +51,7 @@ def is_running(pod: Json) -> bool:
 
 
 def state_of(pod: Json) -> PodState:
-    """Return the first thing that keeps a pod from being ready, else that it is ready."""
+    """Return the state that keeps a pod from being ready, else Ready or its phase."""
     status = pod.get("status") or {}
     phase = status.get("phase", "Pending")
     if "deletionTimestamp" in pod["metadata"]:
@@ -92,7 +92,8 @@ def condition_of(job: Json, kind: str) -> Json:
 
 
 def age(since: str | None, now: datetime | None = None) -> str:
-    """
+    """Return the time since a timestamp.
+
     >>> age("2026-01-01T00:00:00Z", datetime(2026, 1, 1, 3, 4, tzinfo=UTC))
     '3h4m'
     """
@@ -103,7 +104,8 @@ def age(since: str | None, now: datetime | None = None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """
+    """Return seconds in the two largest units.
+
     >>> duration(42.4), duration(90061), duration(-3)
     ('42s', '1d1h', '0s')
     """

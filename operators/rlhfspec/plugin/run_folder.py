@@ -1,4 +1,4 @@
-"""`kubectl rlhf get-run`: copy a run folder from a pod of the job, or from a short-lived helper pod."""
+"""`kubectl rlhf get-run`: copy a run folder from a pod of the job or a helper pod."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _USER = 65532  # as the job's pods
 
 
 def fetch(cluster: Cluster, job: str, folder: Path, *, claim: str | None, image: str | None) -> int:
-    """Copy the run folder into a new or empty folder and return the number of files."""
+    """Copy the run folder into an empty folder and return the number of files."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InvalidRequest("DIR", str(folder), "is there already and not empty")
     found = cluster.job(job)
@@ -49,7 +49,7 @@ def fetch(cluster: Cluster, job: str, folder: Path, *, claim: str | None, image:
 
 
 def _fetch(cluster: Cluster, pod: str, uri: str, remote: str) -> None:
-    """Fetch from the object store inside the helper pod, which has the credentials."""
+    """Download the run folder in the helper pod, which has the credentials."""
     program = ["python", "-m", "rlhfspec.common.object_store", uri, str(STORAGE), remote]
     done = subprocess.run(cluster.exec(pod, *program), capture_output=True, text=True)
     if done.returncode:
@@ -100,7 +100,7 @@ def _helper(cluster: Cluster, job: Json, pods: list[Json], claim: str | None, im
 
 
 def helper_pod(name: str, namespace: str, claim: str | None, image: str, *, secret: str | None = None) -> Json:
-    """Return a read-only pod for *restricted* pod security. Without a claim it uses an object store with its secret."""
+    """Return a helper pod that reads the claim, or an object store with its secret."""
     volume = {"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}}
     return {
         "apiVersion": "v1",

@@ -1,4 +1,4 @@
-"""`kubectl rlhf status`: a job as a tree of roles and pods; `kubectl rlhf top`: all workers as control sees them."""
+"""`kubectl rlhf status`: a job as a tree of pods; `kubectl rlhf top`: its workers as a table."""
 
 from __future__ import annotations
 
@@ -96,7 +96,6 @@ def _condition(condition: Json) -> Text:
 
 
 def table_of(seen: Json, pods: list[Json]) -> Table:
-    """Return the table of workers, generators first."""
     nodes = {worker_of(pod): node_of(pod) for pod in pods}
     table = Table(caption=None if seen["workers"] else "no worker has said anything yet")
     for title in ("worker", "node", "does", "strategy"):
@@ -119,7 +118,8 @@ def table_of(seen: Json, pods: list[Json]) -> Table:
 
 
 def _does(worker: Json) -> str:
-    """
+    """Return the activity of a worker in words.
+
     >>> _does({"doing": "waiting", "what": "a demand"}), _does({"doing": "working", "what": "loading weights"})
     ('waits for a demand', 'loading weights')
     >>> _does({"doing": "silent", "what": "no heartbeat from it"})

@@ -1,4 +1,4 @@
-"""`kubectl rlhf why`: the classified reason of a job's state, with evidence."""
+"""`kubectl rlhf why`: the reason of a job's state, with evidence."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OVER = ("Ready", "Completed", "Terminating")
 
 
 def explanation(cluster: Cluster, job: Json) -> Iterator[str]:
-    """Yield lines: the answer first, then the evidence."""
+    """Yield the lines of the answer and its evidence."""
     status, name = job.get("status") or {}, name_of(job)
     pods = cluster.pods(name)
     yield from _answer(job, status)
@@ -65,7 +65,7 @@ def _waited_for(status: Json) -> list[tuple[str, Json]]:
 
 
 def _events(cluster: Cluster, job: Json, pods: list[Json]) -> Iterator[str]:
-    """Yield recent warnings about this very job and its pods. In a healthy job failed probes are skipped."""
+    """Yield recent warnings about a job and its pods, without failed probes if it is healthy."""
     is_well = condition_of(job, "Healthy").get("status") == "True"
     uids = {name_of(each): each["metadata"]["uid"] for each in (job, *pods)}
     seen = set[tuple[str, ...]]()
@@ -93,7 +93,7 @@ def _named_in(status: Json, pods: list[Json]) -> list[Json]:
 
 
 def _log(cluster: Cluster, pod: Json) -> Iterator[str]:
-    """Yield the last log lines of a pod, if it ever ran."""
+    """Yield the last log lines of a pod."""
     try:
         said = list(cluster.log(name_of(pod), tail=LOG_LINES))
     except ClusterUnavailable:

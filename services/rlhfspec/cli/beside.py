@@ -1,4 +1,4 @@
-"""Commands of other distributions, found by the entry point group `rlhfspec.commands` when they are called."""
+"""Commands of other distributions, looked up in the entry point group `rlhfspec.commands`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BENCH = {
 
 
 class Beside(TyperCommand):
-    """Placeholder for a command of another distribution, which is imported when the command is called."""
+    """Lazily imported command of another distribution."""
 
     def imported(self) -> Any:
         assert self.name is not None
@@ -33,7 +33,7 @@ class Beside(TyperCommand):
 
 
 class WithCommandsBeside(TyperGroup):
-    """Command group that includes commands of other distributions."""
+    """Command group with the commands of other distributions."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*super().list_commands(ctx), *BENCH]

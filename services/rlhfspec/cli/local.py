@@ -74,7 +74,6 @@ class LocalRun(JobRun):
         self._check_columns()
 
     def _move_endpoint(self, worker: int) -> MoveEndpoint:
-        """Return a move endpoint without addresses, for workers of one process."""
         info = WorkerInfo(
             id=incarnation_of("generator", worker),
             job=self._job.metadata.name,

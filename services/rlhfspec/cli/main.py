@@ -1,4 +1,4 @@
-"""The command `rlhfspec`. Torch is imported only by the commands that generate."""
+"""Command `rlhfspec`. Only commands that generate import torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from rlhfspec.cli.beside import WithCommandsBeside
 from rlhfspec.cli.commands import compare, dashboard, drafter, explain_moves, export, job, plan, run, tiny, top, trace
 
-os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # our status line says what goes on
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # StatusLine shows progress instead
 
 app = typer.Typer(
     cls=WithCommandsBeside,

@@ -1,4 +1,4 @@
-"""Error messages of commands, without traceback. Exit code 2: the user's input is wrong; 1: the disk or machine is."""
+"""Error messages of commands. Exit codes: 2 for wrong input, 1 for the disk or machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIMITS = {
 
 @contextmanager
 def exit_on_problems() -> Iterator[None]:
-    """Turn errors of user input and of the disk into a message and an exit code."""
+    """Turn errors of input and of the disk into a message and an exit code."""
     try:
         yield
     except InvalidRequest as error:
@@ -29,7 +29,7 @@ def exit_on_problems() -> Iterator[None]:
     except RLHFSpecError as error:  # damaged checkpoints, an export that finds no room
         refuse(str(error), code=FAILED)
     except OSError as error:
-        if error.filename is None and error.errno not in LIMITS:  # says nothing of what failed
+        if error.filename is None and error.errno not in LIMITS:  # does not name what failed
             raise
         refuse(said_of(error), code=FAILED)
     except MemoryError:
@@ -37,7 +37,7 @@ def exit_on_problems() -> Iterator[None]:
 
 
 def said_of(error: OSError) -> str:
-    """Return a message with the file, and for a limit of the system its name.
+    """Return the error's message with its file, and the system limit behind it.
 
     >>> said_of(BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"))
     "Resource temporarily unavailable (a limit on processes and threads: ulimit -u, or the container's)"

@@ -11,8 +11,6 @@ def wide_console() -> Console:
 
 
 class StatusLine:
-    """Line that shows the current activity when called with it."""
-
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
         self._status = self._console.status("starting") if self._console.is_terminal else None

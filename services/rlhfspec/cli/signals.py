@@ -1,4 +1,4 @@
-"""Handlers of Ctrl-C and SIGTERM that act at once, even while the main thread runs compiled code."""
+"""Handlers of Ctrl-C and SIGTERM that act at once, even while compiled code runs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-FAILED = 1  # exit codes; 2, of a wrong argument or job, is click's own
-STOPPED = 130  # as a shell says of Ctrl-C
+FAILED = 1  # exit codes; click itself uses 2 for a wrong argument or job
+STOPPED = 130  # a shell's code for Ctrl-C
 SHOW_CURSOR = b"\x1b[?25h"
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 _heard: list[int] = []
@@ -19,12 +19,12 @@ _heard: list[int] = []
 
 @contextmanager
 def on_signals(act: Callable[[], object]) -> Iterator[None]:
-    """Call `act` in a new thread on either signal until the block ends; an outer block then applies again."""
+    """Call `act` in a new thread on SIGINT or SIGTERM inside the block."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     thread = threading.Thread(target=_hear, args=(reading, act), name="signals", daemon=True)
     thread.start()
-    wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)  # written to by the system's handler itself
+    wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)  # the C-level handler writes to it
     handlers = {number: signal.signal(number, lambda *_: None) for number in _NUMBERS}
     try:
         yield
@@ -46,12 +46,11 @@ def _hear(reading: int, act: Callable[[], object]) -> None:
 
 
 def name_of_last() -> str:
-    """Return the name of the last signal that was acted on."""
     return "SIGTERM" if _heard[-1:] == [signal.SIGTERM] else "Ctrl-C"
 
 
 def leave_at_once(message: str) -> NoReturn:
-    """Exit without unwinding, after restoring the terminal from the live view."""
+    """Restore the terminal and exit without unwinding."""
     if os.isatty(sys.stderr.fileno()):
         os.write(sys.stderr.fileno(), SHOW_CURSOR)
     os.write(sys.stderr.fileno(), f"\n{message}\n".encode())

@@ -1,4 +1,4 @@
-"""Entry and exit of the process, so that Ctrl-C during imports or a hanging thread leaves no mess."""
+"""Process entry point that ends cleanly on Ctrl-C during imports and with hanging threads."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Control of a run in a cluster: opens it on the bus, observes it and reports to the operator."""
+"""Control process of a run in a cluster, which also reports to the operator."""

@@ -1,6 +1,4 @@
-"""`python -m rlhfspec.control --connections FILE`: open, observe and report a run (docs/operator.md).
-It exits on SIGTERM only. Killed and restarted, it recovers its knowledge within seconds.
-"""
+"""`python -m rlhfspec.control --connections FILE`: observe and report a run until SIGTERM (docs/operator.md)."""
 
 from __future__ import annotations
 

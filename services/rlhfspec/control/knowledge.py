@@ -1,4 +1,4 @@
-"""Control's knowledge of a run, from records and the run's folder. A restart recovers it within seconds."""
+"""State of a run in its control process. A restart recovers it within seconds."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from rlhfspec.runs.live.run_state import GONE_SECONDS, SILENT_SECONDS, KnownRun,
 from rlhfspec.runs.view.roster import process_states
 from rlhfspec.stage.supervisor import STAGE_NAMES, STALL_SECONDS
 
-AWAY_SECONDS = 3.5  # the broker is asked every second
+AWAY_SECONDS = 3.5  # the broker is pinged every second
 MOST_LETTERS = 12
-_MOST_TROUBLES = 16  # of a report
-RECENT_STEPS = 16  # that the time left is estimated from
+_MOST_TROUBLES = 16  # in a report
+RECENT_STEPS = 16  # for the estimate of the remaining time
 log = logging.getLogger("rlhfspec.stage")
 
 
 class RunKnowledge:
-    """Control's knowledge of a run. `known` is the state of its workers; `today` returns the time of day."""
+    """State of a run. `known` holds its workers; `today` returns the time of day."""
 
     def __init__(
         self,
@@ -45,16 +45,16 @@ class RunKnowledge:
         self._steps: tuple[StepMetrics, ...] = ()
         self._checkpoint_step = 0
         self._stepped_at = clock.now()
-        self._there: set[WorkerKey] = set()  # those that have said something, and not that they leave
-        self._infos: dict[WorkerKey, WorkerInfo] = {}  # as they were last told, perhaps by processes that are gone
+        self._there: set[WorkerKey] = set()  # with heartbeats, and not stopped
+        self._infos: dict[WorkerKey, WorkerInfo] = {}  # latest per worker, perhaps of a dead process
         self._failing: dict[WorkerKey, Failing] = {}
         self._letters: list[str] = []
         self._logged: frozenset[str] = frozenset()  # troubles of the last report
         self._answered_at = clock.now()
         self._answered_today = today()
-        self._answers_since: float | None = None  # without a break
+        self._answers_since: float | None = None  # start of the unbroken answers
 
-    # --- what is heard -------------------------------------------------------------------------------------------
+    # --- inputs --------------------------------------------------------------------------------------------------
 
     def broker_answered(self) -> None:
         now = self._clock.now()
@@ -80,7 +80,7 @@ class RunKnowledge:
             self._failing[key] = Failing(beat.trouble, self._clock.now())
 
     def ready(self, info: WorkerInfo) -> None:
-        """Record a ready worker. The broker replays old records, so only workers with heartbeats are present."""
+        """Record a ready worker. Only heartbeats make it present, as the broker replays old records."""
         key = (info.stage, info.worker)
         if info.stage in STAGE_NAMES:
             self._infos[key] = info
@@ -96,7 +96,7 @@ class RunKnowledge:
         self._stepped_at = self._clock.now()
 
     def found(self, steps: Sequence[StepMetrics]) -> None:
-        """Record the steps of the folder. Later ones are repeated, as the run resumes from an earlier checkpoint."""
+        """Record steps, which replace known ones from the first on."""
         if steps:
             before = tuple(metrics for metrics in self._steps if metrics.step < steps[0].step)
             self._steps = (*before, *steps)[-RECENT_STEPS:]
@@ -115,7 +115,7 @@ class RunKnowledge:
         if letter not in self._letters and len(self._letters) < MOST_LETTERS:
             self._letters.append(letter)
 
-    # --- what follows --------------------------------------------------------------------------------------------
+    # --- results -------------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
         now = self._clock.now()
@@ -143,7 +143,7 @@ class RunKnowledge:
         )
 
     def _tokens_per_second(self, last: StepMetrics | None) -> float | None:
-        """Return the speed of the last generating step, or of the generators now before there is one."""
+        """Return the speed of the last step, or of the running generators before the first one."""
         if last is not None:
             return last.tokens_per_second
         loads = [each.load for each in self.known.run.generators if each.load and self._is_there(each)]
@@ -151,13 +151,13 @@ class RunKnowledge:
         return sum(running) if running else None
 
     def troubles(self) -> list[TroubleEvidence]:
-        """Return current troubles. Silent workers do not count while the broker is away and shortly after."""
+        """Return current troubles. Silence counts only once the broker has answered for a while."""
         troubles = undeliverable(self._letters)
         if self._is_broker_away():
             since = self._answered_today.strftime("%H:%M:%SZ")
             return [broker_unavailable(self._broker, since), *troubles]
         troubles += failing(self._failing, self._clock.now())
-        if self._heard_for() > SILENT_SECONDS:  # before, a worker that is not heard may be well
+        if self._heard_for() > SILENT_SECONDS:  # before, a silent worker may be well
             run, now = self.known.run, self._clock.now()
             quiet = min(run.quiet_seconds(now), self._heard_for())
             workers = process_states(run, now)
@@ -180,7 +180,7 @@ class RunKnowledge:
             self.known.tell(ProcessNews(stage=key[0], worker=key[1], phase="left", what=what))
 
     def _forget_the_gone(self) -> None:
-        """Forget workers that are silent for good: one of several of its stage was killed and is not restarted."""
+        """Forget workers that are long silent while others of their stage send heartbeats."""
         if self._heard_for() <= GONE_SECONDS:
             return
         there, now = self.known.run.there, self._clock.now()
@@ -198,7 +198,7 @@ class RunKnowledge:
 
 
 def eta_seconds(seconds: Sequence[float], steps_left: int, since_step: float) -> float | None:
-    """Return the remaining seconds, from the middle half of recent step times, which excludes steps that waited.
+    """Return the remaining seconds, from the middle half of recent step times.
 
     >>> eta_seconds([2.0, 2.0, 300.0, 2.0], steps_left=3, since_step=1.0)
     5.0

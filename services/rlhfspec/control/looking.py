@@ -25,19 +25,19 @@ from rlhfspec.stage.dead_letters import undeliverable
 from rlhfspec.stage.vitals import Vitals
 
 _LOOK_SECONDS = 0.1
-FOLDER_SECONDS, STORE_SECONDS = (
-    1.0,
-    5.0,
-)  # between two looks at which checkpoints there are: each is paid for in a store
-FOLDER_DEADLINE_SECONDS = 600.0  # a storage that hangs is no reason to end
+FOLDER_SECONDS, STORE_SECONDS = (1.0, 5.0)  # between two listings of checkpoints, which cost money in an object store
+FOLDER_DEADLINE_SECONDS = 600.0  # hanging storage must not end the process
 ASK_SECONDS, _ANSWER_SECONDS = 1.0, 2.0
 _STEP = re.compile(r"step-(\d+)")
 log = logging.getLogger("rlhfspec.stage")
 
 
 class Looking(Service):
-    """Observer of a run. consumes: Heartbeat, WorkerInfo, StepReport, DatasetInfo, dead letters; produces: nothing;
-    waits for: a record; unblocked by: every stage."""
+    """Observer of a run.
+
+    consumes: Heartbeat, WorkerInfo, StepReport, DatasetInfo, dead letters; produces: nothing; waits for: a record;
+    unblocked by: every stage.
+    """
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Looking(Service):
 
     async def _look_at_folder(self) -> None:
         now = self._clock.now()
-        every = FOLDER_SECONDS if self._knowledge.is_trained else self._folder_seconds  # soon no viewer looks any more
+        every = FOLDER_SECONDS if self._knowledge.is_trained else self._folder_seconds  # viewers leave soon
         if now - self._folder_at >= every:
             self._folder_at = now
             with self.vitals.working("looking for checkpoints", deadline_seconds=FOLDER_DEADLINE_SECONDS):
@@ -100,7 +100,6 @@ class Looking(Service):
 
 
 def _take(take: Callable[[Any], None], record: Any) -> None:
-    """Take the record. Ignore signals of a program of another version."""
     try:
         take(record)
     except InvalidRequest as error:
@@ -108,7 +107,7 @@ def _take(take: Callable[[Any], None], record: Any) -> None:
 
 
 def steps_of(folder: RunFolder) -> list[StepMetrics]:
-    """Return the steps recorded in the folder, or none if it cannot be read."""
+    """Return the folder's steps, or none if it cannot be read."""
     try:
         return folder.steps()
     except (OSError, InvalidRequest, StorageError) as error:
@@ -117,7 +116,7 @@ def steps_of(folder: RunFolder) -> list[StepMetrics]:
 
 
 def last_checkpoint(folder: RunFolder) -> int:
-    """Return the step of the last complete checkpoint. Partial ones have another name."""
+    """Return the step of the last complete checkpoint, or 0."""
     try:
         names = [entry.name for entry in folder.checkpoints.iterdir()]
     except OSError:
@@ -126,7 +125,7 @@ def last_checkpoint(folder: RunFolder) -> int:
 
 
 def view_of(job: RLHFJob, console: Console, *, shown: bool) -> View:
-    """Return a view. The job's own view setting is ignored: it is for one machine."""
+    """Return a view that ignores the job's own view setting."""
     observability = job.spec.observability.model_copy(update={"view": "auto" if shown else "off"})
     spec = job.spec.model_copy(update={"observability": observability})
     return View(job.model_copy(update={"spec": spec}), console, on_interrupt="end this view; the job goes on")

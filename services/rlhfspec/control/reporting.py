@@ -18,7 +18,7 @@ from rlhfspec.stage.vitals import Vitals
 
 _LOOK_SECONDS = 0.25
 AT_MOST_EVERY_SECONDS = 1.0
-LONGEST_REPORT_WAIT_SECONDS = 10.0  # before a report that was not taken is tried again
+LONGEST_REPORT_WAIT_SECONDS = 10.0  # longest backoff after failed reports
 _DEADLINE_SECONDS = 60.0
 TIMEOUT_SECONDS = 5.0
 MOST_SHOWN = 200  # bytes of an answer
@@ -26,13 +26,14 @@ log = logging.getLogger("rlhfspec.stage")
 
 
 class NotTaken(Exception):
-    """Raised, with one line, when the operator did not receive or refused the report."""
+    """Raised when the operator does not receive or refuses a report."""
 
 
 class Endpoint:
-    """The operator's endpoint: JSON over TLS, with the service account token of control's pod. `token_file` is read
-    again for every report, as tokens expire. Each report uses a new connection, as another operator may lead by then.
-    Redirects are never followed, because the token is for this address only."""
+    """Endpoint of the operator: JSON over TLS with the pod's service account token, without redirects.
+
+    Token and connection are new for every report, as tokens expire and another operator may lead.
+    """
 
     def __init__(self, url: str, authority: Path, token_file: Path) -> None:
         parts = urlsplit(url)
@@ -42,10 +43,10 @@ class Endpoint:
         self._authority, self._token_file = authority, token_file
 
     def post(self, body: bytes) -> None:
-        """Send a report; block for a few seconds at most. Raise NotTaken on failure."""
+        """Send a report within a few seconds. Raise NotTaken on failure."""
         try:
             self._post(body)
-        except (OSError, http.client.HTTPException, UnicodeError) as error:  # of the token's file, too
+        except (OSError, http.client.HTTPException, UnicodeError) as error:  # also from reading the token
             raise NotTaken(" ".join(str(error).split()) or type(error).__name__) from error
 
     def _post(self, body: bytes) -> None:
@@ -70,7 +71,7 @@ def news(report: Report) -> tuple[object, ...]:
 
 
 class Turn:
-    """Schedule of reports, pure but for its random draws.
+    """Schedule of reports, with randomized retries.
 
     >>> turn, quiet = Turn(random.Random(0)), Report(run="3f2a")
     >>> turn.is_due(quiet, now=0.0)
@@ -95,7 +96,7 @@ class Turn:
         self._not_before, self._at_latest = now + AT_MOST_EVERY_SECONDS, now + AT_LEAST_SECONDS
 
     def was_not_taken(self, now: float) -> bool:
-        """Record a failure and return whether it is the first. Retries are randomised across jobs."""
+        """Record a failure and return whether it is the first in a row."""
         self._num_failures += 1
         wait = min(AT_MOST_EVERY_SECONDS * 2.0 ** min(self._num_failures - 1, 10), LONGEST_REPORT_WAIT_SECONDS)
         self._not_before = self._at_latest = now + wait * self._draw.uniform(0.5, 1.0)
@@ -103,8 +104,7 @@ class Turn:
 
 
 class Reporter(Service):
-    """Reporter to the operator. consumes: control's knowledge; produces: reports, over HTTPS; waits for: news;
-    unblocked by: every stage, and time."""
+    """Reporter. consumes: RunKnowledge; produces: reports; waits for: news; unblocked by: every stage, time."""
 
     def __init__(
         self, vitals: Vitals, look: Callable[[], Report], post: Callable[[bytes], None], draw: random.Random

@@ -1,4 +1,4 @@
-"""Control of one run: opens its subjects, observes it, feeds the live view and reports to the operator."""
+"""Control of one run: observes it, feeds the live view and reports to the operator."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ from rlhfspec.worker.last_words import IN_A_POD
 from rlhfspec.worker.mirror import Mirror
 
 _RETRY_SECONDS = 1.0
-_LOOK_SECONDS = 0.2  # between two looks at whether the run is open
-OPENED_SECONDS = 15.0  # after which an operator that has not opened it is worth a word
+_LOOK_SECONDS = 0.2  # between two checks for an open run
+OPENED_SECONDS = 15.0  # before the warning that the operator has not opened the run
 _GRACE_SECONDS = 5.0
 log = logging.getLogger("rlhfspec.stage")
 
 
 class Control:
-    """Control of a run. `run` returns only when asked to stop."""
+    """Control of a run. `run` returns only on SIGTERM or SIGINT."""
 
     def __init__(self, connections: Connections, job: RLHFJob, token_file: Path, mirror: Mirror | None = None) -> None:
         self._connections, self._job, self._token_file = connections, job, token_file
@@ -147,7 +147,7 @@ class Control:
         await together(asking.run(), open_and_look())
 
     async def _until_open(self, service: Service, transport: NatsTransport, bus: Bus) -> bool:
-        """Wait without limit until the run is open; return False if asked to stop first."""
+        """Wait until the run is open; return False if stopped first."""
         clock = self._vitals.clock
         tell_at = clock.now() + OPENED_SECONDS
         while not service.stopping.is_set():
@@ -160,7 +160,7 @@ class Control:
         return False
 
     async def _connected(self, service: Service) -> NatsTransport | None:
-        """Connect, waiting without limit; return None if asked to stop first."""
+        """Connect, retrying without limit; return None if stopped first."""
         is_told = False
         while not service.stopping.is_set():
             try:

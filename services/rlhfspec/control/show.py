@@ -1,7 +1,7 @@
-"""`python -m rlhfspec.control.show [--json | --view | --sample ID]`: a run as it is now, for `kubectl rlhf`.
+"""`python -m rlhfspec.control.show [--json | --view | --sample ID]`: current state of a run, for `kubectl rlhf`.
 
-It runs in control's pod. `--json`: workers, loads, last steps and samples; `--view`: the live view, until Ctrl-C;
-`--sample`: the trace of a sample, as JSON.
+Runs in control's pod. `--json`: workers, loads, last steps and samples; `--view`: the live view; `--sample`: a
+trace.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from rlhfspec.runs.live.live import LiveView
 
 SHOW_SECONDS = 0.5
-_READ_SECONDS = 60.0  # a terminal that takes nothing for so long is gone
-OF_SAMPLES = ("sample_ids", "num_generated", "num_held")  # of a load: how many they are is told
+_READ_SECONDS = 60.0  # an output that takes nothing for this long has no reader
+OF_SAMPLES = ("sample_ids", "num_generated", "num_held")  # fields of a load, replaced by the number of samples
 
 
 def main() -> int:
@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def document_of(view: LiveView) -> dict[str, Any]:
-    """Return the view as JSON. `workers`: as in the live view; `steps`: lines of steps.jsonl.
+    """Return workers, recent steps and samples as one JSON document.
 
     >>> from rlhfspec.runs.live.live import LiveView, Window
     >>> document_of(LiveView(window=Window(steps=('{"step": 1}',))))
@@ -85,7 +85,7 @@ def document_of(view: LiveView) -> dict[str, Any]:
 
 
 def trace_lines(folder: Path, sample: str) -> list[dict[str, str]]:
-    """Return the lines of a sample's trace. Raise InvalidRequest if there is none."""
+    """Return a sample's trace as log lines, or raise InvalidRequest."""
     from rlhfspec.runs.view.waterfall import notes, seconds
     from rlhfspec.telemetry.read import life_of
 
@@ -151,7 +151,7 @@ async def _view(connections: Connections) -> None:
 
 
 async def _end_when_nobody_reads(stop: asyncio.Event) -> None:
-    """End this process when its output has no reader, as a write to an abandoned terminal blocks for ever."""
+    """End this process once its output has no reader, as a write would block forever."""
     from rlhfspec.worker import exits
 
     read_at = time.monotonic()
@@ -167,5 +167,5 @@ async def _end_when_nobody_reads(stop: asyncio.Event) -> None:
 if __name__ == "__main__":
     try:
         raise SystemExit(main())
-    except KeyboardInterrupt:  # while it still imports, too
+    except KeyboardInterrupt:  # also during imports
         raise SystemExit(128 + signal.SIGINT) from None

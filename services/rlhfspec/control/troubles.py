@@ -1,4 +1,4 @@
-"""Troubles that hold a run up, from workers' signals. Pure; the wording stays the same while a trouble lasts. Example:
+"""Troubles that hold up a run, from worker signals. The wording is stable while a trouble lasts.
 
 >>> [told] = failing({("reward", 0): Failing("reward 'judge': the endpoint answered 503", since=10.0)}, now=13.0)
 >>> told.trouble.reason, told.trouble.workers, told.message
@@ -19,7 +19,7 @@ from rlhfspec.stage.supervisor import is_overdue
 from rlhfspec.stage.vitals import WorkerState
 from rlhfspec.worker.exits import is_about_full_disk
 
-LASTING_SECONDS = 2.0  # a call that fails once and then is answered is no trouble
+LASTING_SECONDS = 2.0  # a call that succeeds on retry is no trouble
 _MOST_CHARACTERS = 1000
 _MOST_NAMED = 8
 
@@ -32,19 +32,19 @@ class Failing:
 
 @dataclass(frozen=True, slots=True)
 class TroubleEvidence:
-    """A trouble, and one line of evidence for control's log."""
+    """Trouble with one line of evidence for control's log."""
 
     trouble: Trouble
     message: str
 
 
 def broker_unavailable(url: str, since: str) -> TroubleEvidence:
-    """Return the trouble of a lost broker. since: time of day, for people."""
+    """Return the trouble of a lost broker. `since`: readable time of day."""
     return _told("BrokerUnavailable", f"{url} has not answered since {since}")
 
 
 def failing(known: Mapping[tuple[str, int], Failing], now: float) -> list[TroubleEvidence]:
-    """Return what workers try again in vain: writes to a full disk, and rewards."""
+    """Return troubles of operations that workers keep retrying."""
     by_reason: dict[str, dict[str, str]] = {}
     for (stage, worker), each in sorted(known.items()):
         if now - each.since >= LASTING_SECONDS:
@@ -56,7 +56,7 @@ def failing(known: Mapping[tuple[str, int], Failing], now: float) -> list[Troubl
 def stalled(
     workers: Sequence[ProcessState], states: Sequence[WorkerState], *, quiet_seconds: float, stall_seconds: float
 ) -> list[TroubleEvidence]:
-    """Return a trouble for each worker that is silent or past its deadline, or one for a run in which all wait."""
+    """Return a trouble if workers are silent or overdue, or if all wait too long."""
     late = [state for state in states if is_overdue(state)]
     told = [
         f"{state.stage} {state.worker}: {state.what} takes longer than its deadline of "
@@ -85,7 +85,8 @@ def _from(state: ProcessState) -> str:
 
 
 def _listed(told: Sequence[str]) -> str:
-    """
+    """Join messages, at most _MOST_NAMED of them.
+
     >>> _listed(["a", "b"]), _listed([str(number) for number in range(10)])
     ('a; b', '0; 1; 2; 3; 4; 5; 6; 7; and 2 more')
     """

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def build(job: RLHFJob, context: Context) -> CriticService:
-    """Return a worker with a copy of the trainer's critic, whose weights come with the first published version."""
+    """Return a critic worker. Its weights come with the first published version."""
     from rlhfspec.critic.service import CriticService
     from rlhfspec.huggingface.devices import device_of
     from rlhfspec.huggingface.structure.positions import max_context

@@ -1,4 +1,4 @@
-"""`python -m rlhfspec.dashboard`: the dashboard of a cluster. HTTP, or HTTPS with a certificate."""
+"""`python -m rlhfspec.dashboard`: the dashboard of a cluster, over HTTP, or HTTPS with a certificate."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
         storage_claim=arguments.storage_claim,
         storage_namespace=arguments.storage_namespace or os.environ.get("POD_NAMESPACE", ""),
     )
-    # A person waits for the page: nothing is asked twice.
+    # No retries: a user waits for the page.
     async with Api(KubeAccess(kubeconfig), agent="rlhfspec-dashboard", deadline_seconds=0.0) as api:
         source = ClusterSource(api, servers, namespaces=arguments.namespace)
         await serve(

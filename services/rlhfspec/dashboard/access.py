@@ -1,6 +1,6 @@
-"""Access control of the dashboard. A token is kept in a cookie that scripts cannot read. `LaptopAccess`: one random
-token, in the printed URL, grants everything. `ClusterAccess`: the API server decides what the user's token may.
-Example:
+"""Access control of the dashboard, by a token in a cookie that scripts cannot read.
+
+`LaptopAccess` accepts one random token from the printed URL. `ClusterAccess` asks the API server.
 
     >>> token_of({"Authorization": "Bearer abc"}, ""), token_of({}, "abc"), token_of({}, "")
     ('abc', 'abc', '')
@@ -27,21 +27,20 @@ if TYPE_CHECKING:
 MOST_TOKEN_CHARACTERS = 16_384
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")
 
-# Jobs, with curves and pods; what prompts and responses say, and processes at their end.
+# jobs: with curves and pods; texts: prompts, responses and last words of processes
 What = Literal["jobs", "texts"]
-_COUNTS_SECONDS = 10.0  # of an answer; a lost right lasts so long and server.KEEP_ALIVE_SECONDS
-_MOST_AT_ONCE = 16  # reviews: a flood of wrong tokens is no flood for the API server
+_COUNTS_SECONDS = 10.0  # of a cached answer; a lost right lasts this plus server.KEEP_ALIVE_SECONDS
+_MOST_AT_ONCE = 16  # reviews, so that wrong tokens do not flood the API server
 _ASKED: dict[What, dict[str, str]] = {
     "jobs": {"group": names.GROUP, "resource": names.PLURAL, "verb": "get"},
-    # What a sample says may also stand in the logs of a pod: a user who may read these may read samples. And what a
-    # process said last, in its pod's status, is the end of its log.
+    # Pod logs may contain sample texts and end with the last words, so the right to read logs covers both.
     "texts": {"group": "", "resource": "pods", "subresource": "log", "verb": "get"},
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Visitor:
-    """Visitor of the dashboard. `token` is never shown or logged, and sent only to the API server."""
+    """Authenticated user of the dashboard."""
 
     name: str
     key: str  # a hash of the token
@@ -51,12 +50,12 @@ class Visitor:
 
 
 class Access(Protocol):
-    """Access policy. Raises ClusterUnavailable if it cannot decide; then no visitor is admitted."""
+    """Access policy. Raises ClusterUnavailable if it cannot decide, which admits no visitor."""
 
-    is_local: bool  # for this machine's users: then only names of this machine are served, and cookies need no TLS
+    is_local: bool  # serves only this machine's host names, and cookies need no TLS
 
     async def visitor(self, token: str) -> Visitor | None:
-        """Return the visitor of a token, or None if it is not valid."""
+        """Return the visitor of a token, or None if it is invalid."""
         ...
 
     async def may(self, visitor: Visitor, namespace: str, what: What) -> bool: ...
@@ -77,7 +76,7 @@ class LaptopAccess:
 
 
 class ClusterAccess:
-    """Access by the API server: TokenReview for the identity, SubjectAccessReview for rights in each namespace."""
+    """Access policy of the API server: TokenReview for identity, SubjectAccessReview for rights per namespace."""
 
     is_local = False
 
@@ -121,7 +120,7 @@ class ClusterAccess:
 
 
 def token_of(headers: Mapping[str, str], cookie: str) -> str:
-    """Return the request's token, or "". A proxy's header takes precedence over the cookie."""
+    """Return the request's token, or "". A proxy's header precedes the cookie."""
     kind, _, given = headers.get("Authorization", "").partition(" ")
     token = given.strip() if kind.lower() == "bearer" else cookie
     return token if is_token(token) else ""

@@ -1,4 +1,4 @@
-"""HTTP server of the dashboard: a page, JSON data and server-sent events. No request changes a job."""
+"""Read-only HTTP server of the dashboard: a page, JSON data and server-sent events."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from rlhfspec.errors import ClusterUnavailable, InvalidRequest, RLHFSpecError
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 KEEP_ALIVE_SECONDS = 15.0
-_WRITE_SECONDS = 10.0  # a reader that takes nothing for so long is cut off
+_WRITE_SECONDS = 10.0  # a slower reader is disconnected
 _LIST_SECONDS = 1.0
-_END_SECONDS = 2.0  # for answers under way; streams end at once
+_END_SECONDS = 2.0  # for pending responses; streams end at once
 MOST_STREAMS = 500
-MOST_STREAMS_OF_ONE = 20  # visitor, whichever of their tokens they show
+MOST_STREAMS_OF_ONE = 20  # per visitor, over all tokens
 OF_LOGS = ("samples", "last_words")  # events for users who may read logs
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -54,7 +54,7 @@ log = logging.getLogger("rlhfspec.dashboard")
 
 
 class Dashboard:
-    """The dashboard. The caller serves `app()`; `close` ends streams and feeds."""
+    """Dashboard application. The caller serves `app()`."""
 
     def __init__(self, source: JobSource, access: Access) -> None:
         self.feeds = Feeds(source)
@@ -89,7 +89,7 @@ class Dashboard:
         await self.feeds.close()
         await self._source.close()
 
-    # --- which users may, and in which manner --------------------------------------------------------------------
+    # --- access --------------------------------------------------------------------------------------------------
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -108,7 +108,7 @@ class Dashboard:
         return response
 
     def _refuse_strangers(self, request: web.Request) -> None:
-        """Refuse requests from other sites but links, and on a laptop other host names, against DNS rebinding."""
+        """Refuse cross-site requests except links, and on a laptop other host names."""
         site = request.headers.get("Sec-Fetch-Site", "")
         is_link = request.method == "GET" and request.headers.get("Sec-Fetch-Mode") == "navigate"
         if site not in ("same-origin", "none", "") and not (is_link and not request.path.startswith("/api/")):
@@ -176,7 +176,7 @@ class Dashboard:
         return _plain(200, "ok")
 
     def _answer(self, request: web.Request, body: bytes, kind: str) -> web.Response:
-        """Return a response with an ETag, so that a cached body is not sent again."""
+        """Return a response with an ETag, or 304 if the browser has the body."""
         tag = f'"{hashlib.sha256(body).hexdigest()[:20]}"'
         headers = {"ETag": tag, "Cache-Control": "private, no-cache", "Vary": "Cookie, Authorization"}
         if request.headers.get("If-None-Match") == tag:
@@ -199,7 +199,7 @@ class Dashboard:
         return [asdict(job) for job in sorted(jobs, key=_newest_first) if may[job.namespace]]
 
     async def _samples(self, request: web.Request) -> web.StreamResponse:
-        """Return the samples of a step (`?step=3&skip=100`), or without a step the list of steps."""
+        """Return the samples of a step (`?step=3&skip=100`), or the list of steps."""
         _, key = await self._allowed(request, "texts")
         async with self.feeds.of(key) as feed:
             if feed.folder is None:
@@ -269,7 +269,7 @@ class Dashboard:
 
     @contextmanager
     def _place_for(self, visitor: Visitor) -> Iterator[None]:
-        """Reserve one of the visitor's stream slots. Each visitor has its own, so none uses up those of others."""
+        """Reserve one of the visitor's stream slots, or raise HTTPTooManyRequests."""
         if self._streams[visitor.name] >= MOST_STREAMS_OF_ONE:
             problem = f"{visitor.name} has {MOST_STREAMS_OF_ONE} pages of this dashboard open already: close one"
             raise web.HTTPTooManyRequests(text=problem)
@@ -280,12 +280,12 @@ class Dashboard:
             yield
         finally:
             self._streams[visitor.name] -= 1
-            self._streams += Counter()  # forgets those that have none
+            self._streams += Counter()  # drops zero counts
 
     async def _stream(
         self, request: web.Request, events: EventStream, reader: Reader, still: Callable[[], Awaitable[object]]
     ) -> web.StreamResponse:
-        """Stream events until the browser leaves or loses its right, which is checked at every heartbeat."""
+        """Stream events until the browser leaves or loses its right, checked at every heartbeat."""
         response = web.StreamResponse(
             headers={
                 **HEADERS,
@@ -307,7 +307,7 @@ class Dashboard:
     async def _write_on(
         self, response: web.StreamResponse, reader: Reader, still: Callable[[], Awaitable[object]]
     ) -> None:
-        """Write events. The heartbeat is sent even when events never pause."""
+        """Write events, and heartbeats even if events never pause."""
         loop = asyncio.get_running_loop()
         data, beat_at = b"retry: 1000\n\n", loop.time() + KEEP_ALIVE_SECONDS
         while not reader.is_cut.is_set():
@@ -328,8 +328,8 @@ class Dashboard:
 async def serve(
     dashboard: Dashboard, host: str, port: int, *, tls: ssl.SSLContext | None = None, ready: Callable[[int], None]
 ) -> None:
-    """Serve until SIGINT or SIGTERM. `port` 0: any; `ready` gets the port. Raise InvalidRequest if it is taken."""
-    # A page that was closed gives its place back at once: without cancellation only the next beat would tell.
+    """Serve until SIGINT or SIGTERM. `ready` gets the port; 0 picks a free one."""
+    # Cancellation frees the slot of a closed page at once, not at the next heartbeat.
     app = dashboard.app()
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=_END_SECONDS, handler_cancellation=True)
     await runner.setup()
@@ -349,7 +349,7 @@ async def serve(
 
 
 def _cookie(request: web.Request) -> str:
-    """Return the cookie's name. It contains the port, as browsers send cookies to every port of a host."""
+    """Return the cookie's name with the port, as browsers share cookies between ports."""
     port = request.headers.get("Host", "").rpartition(":")[2]
     return f"rlhfspec-{port}" if port.isdecimal() else "rlhfspec"
 

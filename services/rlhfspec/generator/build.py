@@ -33,10 +33,10 @@ def build(job: RLHFJob, context: GeneratorContext) -> GeneratorService:
 
 
 def follow(job: RLHFJob) -> None:
-    """Hold a part of the model on a rank other than 0 until rank 0 stops."""
+    """Serve a non-zero rank's part of the model until rank 0 stops."""
     from rlhfspec.engine import from_job
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # rank 0's business
+        signal.signal(number, signal.SIG_IGN)  # rank 0 handles them
     with joined_by(job) as ranks:
         from_job.follow(job, ranks)

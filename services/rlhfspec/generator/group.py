@@ -1,4 +1,4 @@
-"""Processes of one generator that share a model: rank 0 is the worker and starts the others; all end together."""
+"""Ranks of one generator that share a model. Rank 0 is the worker and starts the others."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from rlhfspec.worker.process import STARTED
 if TYPE_CHECKING:
     from rlhfspec.common.ranks.group import Ranks
 
-_IDLE_SECONDS = 7 * 86400.0  # a generator may have nothing to do for long; a rank 0 that is gone is noticed at once
-_IMPORT_SECONDS = 60.0  # the others are no forks of a process that has imported all
+_IDLE_SECONDS = 7 * 86400.0  # generators may idle for long; a lost rank 0 is noticed at once
+_IMPORT_SECONDS = 60.0  # the other ranks import everything themselves
 _LEAVE_SECONDS = 5.0
 log = logging.getLogger("rlhfspec.stage")
 
@@ -57,7 +57,7 @@ def led(job: RLHFJob) -> Iterator[Ranks | None]:
 
 @contextmanager
 def joined_by(job: RLHFJob) -> Iterator[Ranks]:
-    """Join the group that the environment names."""
+    """Join the group named by the environment."""
     from rlhfspec.common.ranks.meeting import joined
     from rlhfspec.huggingface.devices import device_of
 
@@ -76,7 +76,7 @@ def joined_by(job: RLHFJob) -> Iterator[Ranks]:
 
 
 def refuse_shared(places: Sequence[tuple[str, str | None]]) -> None:
-    """Raise InvalidRequest if two processes use one GPU. Each place is a device and its CUDA_VISIBLE_DEVICES.
+    """Raise InvalidRequest if two ranks share a GPU. A place is a device and its CUDA_VISIBLE_DEVICES.
 
     >>> refuse_shared([("cuda:0", "3"), ("cuda:0", "4")]), refuse_shared([("cuda:0", None), ("cuda:1", None)])
     (None, None)
@@ -91,7 +91,7 @@ def refuse_shared(places: Sequence[tuple[str, str | None]]) -> None:
 
 
 def _keep(rank: int, environment: dict[str, str], leaving: Event) -> None:
-    """Start a rank and end as it ends; the system kills it when this thread ends."""
+    """Run a rank in a subprocess and end this process as it ends."""
     told = os.environ | environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     told.setdefault(STARTED, "generator")
     other = subprocess.Popen([sys.executable, "-m", "rlhfspec.generator", *sys.argv[1:]], env=told)
@@ -101,9 +101,9 @@ def _keep(rank: int, environment: dict[str, str], leaving: Event) -> None:
     said = f"process {rank} of this generator {exits.said(code)}"
     log.warning("%s", said)
     if code < 0:
-        write_last_words(said)  # it had none itself
+        write_last_words(said)  # a killed process wrote none
         signal.raise_signal(signal.Signals(-code))
-    os._exit(code if code > 0 else exits.ERROR)  # the first process of a container is not killed by itself
+    os._exit(code if code > 0 else exits.ERROR)  # PID 1 of a container cannot signal itself
 
 
 def _free_port() -> int:

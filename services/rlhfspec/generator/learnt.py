@@ -1,4 +1,4 @@
-"""Sharing of learnt drafters between generators, and with later processes through the run's folder."""
+"""Sharing of learnt drafters between generators, and with later processes through the run folder."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from rlhfspec.training.checkpoint.learnt import read_learnt, write_learnt
 from rlhfspec.training.weights import WeightStore
 
 log = logging.getLogger("rlhfspec.stage")
-_MORE, _MUCH_MORE = 1 / 4, 32768  # than anything announced: a share of it, or tokens
-_STAGGERED = 8  # the n-th generator waits for n eighths more than the first, so that not all hand out at once
-_REST = 50.0  # times as long as handing out took, until it may again
-_MOST_BYTES = 1 << 30  # what is larger stays where it was learnt
+_MORE, _MUCH_MORE = 1 / 4, 32768  # beyond the announced version: share of it, or tokens
+_STAGGERED = 8  # generator n waits for n/8 more than the first, so that not all share at once
+_REST = 50.0  # pause after sharing, as a multiple of the time it took
+_MOST_BYTES = 1 << 30  # larger drafters are not shared
 
 
 class LearntSharing:
-    """Exchange of one generator's drafter with others. The engine's thread calls `take`, the event loop all else."""
+    """Exchange of a generator's drafter. The engine's thread calls `take`, the event loop all else."""
 
     def __init__(
         self,
@@ -49,14 +49,14 @@ class LearntSharing:
         self._name = name
         self._start = secrets.token_hex(4)
         self._thread = ComputeThread(f"{name}-learnt")
-        self._announced = 0  # the newest version that is known of
+        self._announced = 0  # newest known version
         self._handing_out: asyncio.Task[None] | None = None
         self._not_before = 0.0
         self._noted = LearningReport()
         self._noted_weights_version = engine.weights_version
 
     async def restore(self) -> None:
-        """Resume from the drafter that an earlier process of this run left."""
+        """Load the drafter that an earlier process of this run saved."""
         try:
             found = await self._thread.in_thread(read_learnt, self._folder / LEARNT)
         except (RLHFSpecError, OSError) as error:
@@ -90,7 +90,7 @@ class LearntSharing:
 
     @property
     def is_due(self) -> bool:
-        """Return whether the drafter learnt enough to be shared, and no sharing is under way or just done."""
+        """Return whether the drafter learnt enough to share, and no sharing is recent."""
         is_busy = self._handing_out is not None and not self._handing_out.done()
         if is_busy or time.monotonic() < self._not_before:
             return False
@@ -142,7 +142,7 @@ class LearntSharing:
             log.warning("what the drafter cost is not written down: %s", error)
 
     async def _hand_out(self, learnt: Learnt) -> None:
-        """Write the drafter into the folder and publish it, or leave that to the next attempt."""
+        """Save and publish the drafter. Errors are logged and left to the next attempt."""
         began = time.monotonic()
         self._announced = learnt.version
         num_bytes = sum(tensor.nbytes for tensor in learnt.tensors.values())

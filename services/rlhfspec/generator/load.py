@@ -47,7 +47,7 @@ class LoadMeter:
         self._strategies: Counter[str] = Counter()
         self._num_rows = self._num_drafted = self._num_committed = 0  # of decoding steps since the last record
         self._seconds = 0.0
-        self._expert_rows: Mapping[str, tuple[int, ...]] = {}  # said so far
+        self._expert_rows: Mapping[str, tuple[int, ...]] = {}  # reported so far
         self._last = self._experts_said = now()
 
     def submitted(self, step: int) -> None:
@@ -78,7 +78,7 @@ class LoadMeter:
         return self._curve.prefill_seconds
 
     def load(self) -> Load | None:
-        """Return the load if it is due: periodically, and when the engine runs out of work."""
+        """Return the load if due: periodically, and when the engine runs out of work."""
         if not self._is_due(self._last) or not self._strategies:
             return None
         return self._record(self._strategies.most_common(1)[0][0])
@@ -87,7 +87,7 @@ class LoadMeter:
         return self._record("")
 
     def idle(self) -> Load | None:
-        """Return the load of an idle engine periodically, as others may have work for it."""
+        """Return an idle engine's load if due, so that others can move work here."""
         if self._engine.has_work or self._now() - self._last < IDLE_EVERY_SECONDS:
             return None
         return self._record("")
@@ -131,7 +131,7 @@ class LoadMeter:
         return record
 
     def experts(self) -> Experts:
-        """Return the rows per expert since the last report, if that is due."""
+        """Return the rows per expert since the last report, if due."""
         if not self._is_due(self._experts_said):
             return ()
         self._experts_said = self._now()

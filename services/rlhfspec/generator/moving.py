@@ -23,14 +23,14 @@ from rlhfspec.moves.migration.mover import Mover
 from rlhfspec.stage.bus import Inbox, StageBus
 from rlhfspec.telemetry.base import SampleProgress
 
-_LEAVE_SECONDS = 3.5  # for all that runs here to go on elsewhere
-_AGAIN_SECONDS = 0.02  # then one that had no place for it is asked again
-MOST_ADVICE = 32  # followed at once; the rest of a flood is lost, as advice may be
+_LEAVE_SECONDS = 3.5  # to move all running samples away
+_AGAIN_SECONDS = 0.02  # before a full peer is tried again
+MOST_ADVICE = 32  # concurrent moves; further advice is dropped
 
 
 @dataclass(frozen=True, slots=True)
 class MovedPrompt:
-    """Prompt data that moves with a sample, beside the engine's state."""
+    """Prompt data that moves with a sample, beside its engine state."""
 
     record: bytes  # its prompt
     headers: Mapping[str, str]
@@ -53,7 +53,7 @@ class MovedPrompt:
 
 
 class PromptCustody:
-    """Implementation of `moves.migration.base.Custody` for running samples."""
+    """Custody of running samples."""
 
     def __init__(self, state: GeneratorState, inbox: Inbox[Prompt], meter: LoadMeter) -> None:
         self._state = state
@@ -82,7 +82,7 @@ class PromptCustody:
         delivery, seconds = self._state.end(sample_id)
         delivery.held.leave(progress and progress._replace(seconds=seconds))
 
-    forgotten = given  # nothing ends it: if need be it is delivered again
+    forgotten = given  # not acknowledged, so it is redelivered if needed
 
 
 class OwnMoves:
@@ -106,14 +106,14 @@ class OwnMoves:
             self._begin(move)
 
     def settle(self) -> None:
-        """Forget completed moves, or raise an unexpected error of one, which ends this worker."""
+        """Forget completed moves. Unexpected errors are raised and end this worker."""
         for task in [task for task in self._moves if task.done()]:
             self._moves.discard(task)
             if not task.cancelled():
                 task.result()
 
     async def leave(self) -> None:
-        """Move running samples to others while there is time; a peer that leaves or is silent is asked only once."""
+        """Move running samples to peers while there is time. Leaving or silent peers are tried once."""
         await self.mover.refuse()
         with suppress(TimeoutError):
             async with asyncio.timeout(_LEAVE_SECONDS):
@@ -158,7 +158,7 @@ class OwnMoves:
 
 
 def assert_empty(engine: MovableByTokens) -> None:
-    """Raise AssertionError if rows, blocks or leases of moves remain in the idle engine."""
+    """Cancel all sequences and assert that moves leaked no rows, blocks or leases."""
     for each in engine.sequences():
         engine.cancel(each.id)
     engine.check_integrity()

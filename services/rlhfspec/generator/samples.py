@@ -13,7 +13,7 @@ _MOST_PROMPTS = 4096
 
 
 class Histories:
-    """The newest `keep` responses of each recent prompt, for drafting, which change no token.
+    """Newest `keep` responses of each recent prompt, as drafts, which change no token.
 
     >>> histories = Histories(keep=2)
     >>> for response in ((1,), (2,), (3,)):

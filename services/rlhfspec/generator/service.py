@@ -22,16 +22,14 @@ from rlhfspec.stage.new_weights import load_newest
 from rlhfspec.stage.tasks import together
 
 log = logging.getLogger("rlhfspec.stage")
-BURST_SECONDS = 0.05  # so long the engine steps between two looks at what came; a finished sample ends it sooner
+BURST_SECONDS = 0.05  # longest run of engine steps without a look at arrivals; a finished sample ends it sooner
 ON_THE_WAY_SECONDS = 0.05
 _REPORT_SECONDS = 0.5
 _R = TypeVar("_R", bound=Record)
 
 
 class GeneratorService(Service):
-    """Generating stage, which acknowledges a prompt after its sample is published, so that none is lost.
-
-    On stop, running samples move to other generators; the rest is returned."""
+    """Generator worker. Prompts are acknowledged after their samples are published."""
 
     def __init__(self, job: RLHFJob, context: GeneratorContext, engine: EngineProtocol) -> None:
         super().__init__("generator", context.worker, context.vitals)
@@ -127,7 +125,7 @@ class GeneratorService(Service):
     def _submit_ready(self) -> None:
         for delivery in self.state.take_ready(self._engine.weights_version, self._moving):
             prompt = delivery.record
-            if prompt.id not in self.state.running:  # else a redelivery of what already runs here
+            if prompt.id not in self.state.running:  # otherwise a redelivery of a running sample
                 self._engine.submit(request_of(prompt, self._params, self._histories.of(prompt.token_ids)))
                 self._meter.submitted(prompt.step)
             self.state.begin(delivery)
@@ -141,7 +139,7 @@ class GeneratorService(Service):
         return finished
 
     def _burst(self) -> list[Completion]:
-        """Step until a completion or an arrival, so that scoring begins with the first sample."""
+        """Step until a completion, an arrival or BURST_SECONDS."""
         end = time.monotonic() + BURST_SECONDS
         finished: list[Completion] = []
         self._calls.run()
@@ -157,7 +155,7 @@ class GeneratorService(Service):
         return finished
 
     async def _hand_out(self, finished: Sequence[Completion]) -> None:
-        """Publish completions while the engine continues, at most one burst at a time."""
+        """Publish completions while the engine continues, one burst at a time."""
         await self._published()
         made = [self._made(completion) for completion in finished]
         self._publishing = asyncio.create_task(self._publish(self._meter.load(), made))

@@ -1,4 +1,4 @@
-"""State of one generator between engine steps: plain queues without engine, tasks or clock."""
+"""Generator state between engine steps: plain queues without engine, tasks or clock."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rlhfspec.stage.bus import Delivery, Held
 
 @dataclass(slots=True)
 class RunningSample:
-    """Prompt in the engine, kept in progress until its sample is published or moved."""
+    """Prompt in the engine, leased until its sample is published or moved."""
 
     delivery: Delivery[Prompt]
-    before: float  # `GeneratorState` counted so many seconds when it came, less what it took of other engines
+    before: float  # `_seconds_each` at arrival, less the seconds on other engines
 
 
 class GeneratorState:
     """Queues of one generator: pulled prompts, running samples, wanted weights, and the rebalancer's plan.
 
-    Only the generator's loop removes from it. An arrival sets `news`, which ends a wait and a burst. Prompts are pulled
-    as the engine has room, and `prefetch` more, a `piece` at a time.
+    Only the generator's loop removes entries. An arrival sets `news`, which ends a wait and a burst. Prompts are pulled
+    a `piece` at a time, up to the engine's room and `prefetch` more.
 
     >>> from types import SimpleNamespace as Fake
     >>> a, b = (Fake(record=Fake(id=id)) for id in "ab")
@@ -37,16 +37,16 @@ class GeneratorState:
 
     def __init__(self, *, worker: int, prefetch: int, piece: int) -> None:
         self.news = asyncio.Event()
-        self.queued: deque[Delivery[Prompt]] = deque()  # just come, or before their weights
+        self.queued: deque[Delivery[Prompt]] = deque()  # new, or waiting for their weights
         self.has_room = asyncio.Event()  # for a piece
         self.running: dict[str, RunningSample] = {}
-        self.wanted: list[Weights] = []  # versions that were announced since the engine last loaded any
-        self.is_to_score = False  # while it has no prompts, as the latest plan says
+        self.wanted: list[Weights] = []  # announced since the last load
+        self.is_to_score = False  # while idle, by the latest plan
         self._worker = worker
         self._prefetch = prefetch
         self._piece = piece
         self._room = 0  # prompts that may still be pulled
-        self._seconds_each = 0.0  # of all work so far, what fell to each sample that was there
+        self._seconds_each = 0.0  # share of all work so far per running sample
 
     def pulled(self, arrived: Sequence[Delivery[Prompt]]) -> None:
         self.queued.extend(arrived)
@@ -59,7 +59,6 @@ class GeneratorState:
             self.news.set()
 
     def planned(self, plan: Plan) -> None:
-        """Follow a plan; set `news` if it differs from the last."""
         is_to_score = plan.dry.get(self._worker) == "score"
         if is_to_score != self.is_to_score:
             self.is_to_score = is_to_score
@@ -75,7 +74,7 @@ class GeneratorState:
         self._set_room(stats.room + self._prefetch - stats.num_waiting - len(self.queued))
 
     def take_ready(self, version: int, moving: Collection[str]) -> list[Delivery[Prompt]]:
-        """Take the prompts that may be sampled under this version. Moving samples wait."""
+        """Take queued prompts that `version` may sample. Moving samples stay queued."""
         ready: list[Delivery[Prompt]] = []
         waiting: deque[Delivery[Prompt]] = deque()
         for delivery in self.queued:
@@ -92,7 +91,7 @@ class GeneratorState:
             self.has_room.clear()
 
     def begin(self, delivery: Delivery[Prompt], so_far: float = 0.0) -> None:
-        """Count a sample as running. A redelivered one continues. `so_far`: seconds spent on other engines."""
+        """Track a running sample; a redelivery continues. `so_far`: seconds on other engines."""
         running = self.running.get(delivery.record.id)
         before = self._seconds_each - so_far if running is None else running.before
         self.running[delivery.record.id] = RunningSample(delivery, before)

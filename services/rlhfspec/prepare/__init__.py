@@ -1,1 +1,1 @@
-"""Preparation of a run in a cluster: checks the job and makes its run folder before anything else starts."""
+"""Preparation of a run in a cluster: checks the job and makes its run folder."""

@@ -1,6 +1,6 @@
 """`python -m rlhfspec.prepare --connections FILE`: check a job and make its run folder (docs/operator.md).
-The job is job.json beside the connections file. Exit codes are those of `service.exits`: 78,
-with one line that names the field, for errors of the job's author.
+
+The job is job.json beside the connections file. Exit codes are those of `worker.exits`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main() -> None:
     connections_file: Path = parser.parse_args().connections
     from rlhfspec.worker.exits import TEMPORARY
 
-    # The first process of a container hears no signal that it does not ask for.
+    # PID 1 of a container receives only signals that it handles.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(TEMPORARY))
     code = _prepared(connections_file)
     sys.stdout.flush()

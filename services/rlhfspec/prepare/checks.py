@@ -1,4 +1,4 @@
-"""Early checks of what a run would fail on at load: model names, data rows, functions, packages."""
+"""Checks of what would fail a run at load: model names, data rows, functions, packages."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def check_made_here(job: RLHFJob, source: Path) -> None:
 
 
 def check_engine(job: RLHFJob) -> None:
-    """Raise InvalidRequest if this machine, which is to generate, lacks what the engine needs."""
+    """Raise InvalidRequest if this machine lacks what the engine needs."""
     engine = job.spec.generation.engine
     if missing := ENGINES[engine.name].what_is_missing(engine.arguments):
         raise InvalidRequest("spec.generation.engine.name", engine.name, missing)
 
 
 def checked_rows(job: RLHFJob) -> Rows | None:
-    """Return the training rows, or None if the data is not on this machine yet."""
+    """Return the checked training rows, or None if the data is not on this machine."""
     from rlhfspec.training.data import load_rows
     from rlhfspec.training.data.prompts import check_rows
     from rlhfspec.training.data.rows import held_out_of
@@ -57,7 +57,7 @@ def checked_rows(job: RLHFJob) -> Rows | None:
 
 
 def check_as_run_does(job: RLHFJob, base: Path, columns: Mapping[str, str] | None) -> None:
-    """Raise what `run` would raise at load. It imports the user's functions."""
+    """Raise what `run` would raise at load. Imports the user's functions."""
     from rlhfspec.training.scoring.rewards.sources import check_functions
 
     check_functions(job.spec.rewards, base, columns)
@@ -65,14 +65,14 @@ def check_as_run_does(job: RLHFJob, base: Path, columns: Mapping[str, str] | Non
 
 
 def check_without_code(job: RLHFJob) -> None:
-    """Raise what `run` would raise at load, except of the user's functions, optimizers and schedules."""
+    """Raise what `run` would raise at load, without importing the user's code."""
     training = job.spec.training
     named = (training.optimizer, training.critic_optimizer, training.schedule)
     _check_settings(job, with_training=not any(":" in each.name for each in named))
 
 
 def _check_settings(job: RLHFJob, *, with_training: bool = True) -> None:
-    """Check packages, and by torch an optimizer or schedule other than the usual ones."""
+    """Check packages, and with torch any unusual optimizer or schedule."""
     from rlhfspec.runs.folder.trackers import check_packages
 
     check_packages(job)

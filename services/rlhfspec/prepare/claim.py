@@ -1,4 +1,4 @@
-"""Walls within a claim that jobs share: a run folder that is one job's alone, and a cache that nothing changed."""
+"""Isolation of jobs that share a claim: exclusive run folders and digests of cached models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_BYTES = 1 << 30  # of larger files only the size is compared
 
 
 def refuse_shared(folder: Path, base: Path) -> None:
-    """Refuse a run folder whose pods could write what is another job's, or make this pod write it."""
+    """Raise InvalidRequest for a run folder that overlaps files of other jobs."""
     cache = cache_folder().parent
     parents = [each for each in folder.parents if base in each.parents]
     inside = [folder, *folder.glob("*"), *folder.glob("processes/*")]
@@ -35,7 +35,7 @@ def refuse_shared(folder: Path, base: Path) -> None:
 
 
 def check_digests(job: RLHFJob) -> None:
-    """Compare the job's cached models with the digests of their first use, or write those."""
+    """Compare cached models with the digests of their first use, or record those."""
     models = list(named_models(job.spec.model).values())
     models += [source.path for source in job.spec.rewards.sources if isinstance(source, ModelSource)]
     for folder in set(map(Path, models)):

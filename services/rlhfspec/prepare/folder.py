@@ -26,19 +26,20 @@ from rlhfspec.prepare.tiny_paths import fetch_made, with_tiny_paths
 from rlhfspec.runs.folder.run_folder import RunFolder
 from rlhfspec.worker.mirror import mirrored
 
-_ROOM_BYTES = 1 << 20  # with less no run can begin
+_ROOM_BYTES = 1 << 20  # least free space to begin a run
 log = logging.getLogger("rlhfspec.stage")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """Result of the preparation. `num_steps`: steps trained by earlier runs of this folder."""
+    """Result of `prepare`. `num_steps`: steps already trained in the folder."""
 
     folder: Path
     num_steps: int
 
     def __str__(self) -> str:
-        """
+        """Return one line for the log.
+
         >>> print(Prepared(folder=Path("runs/sums"), num_steps=0))
         prepared: runs/sums begins
         """
@@ -47,8 +48,7 @@ class Prepared:
 
 
 def prepare(connections: Connections, source: Path) -> Prepared:
-    """Prepare the job, again after a kill at any moment. Raise InvalidRequest for errors of the job's author,
-    StorageError for those of the storage."""
+    """Prepare the job; safe to repeat after a kill. Raise InvalidRequest or StorageError."""
     mirror = mirrored(connections, PREPARE, 0)
     if mirror is not None:
         mirror.fetch_inputs(source)
@@ -67,7 +67,7 @@ def _prepare(connections: Connections, source: Path, store: ObjectStore | None) 
         if store is not None:
             fetch_made(written, store)
         job = with_tiny_paths(written, log.info)
-        if store is None:  # without a place that all pods see each fetches its own
+        if store is None:  # shared by all pods; with a store each fetches its own
             job = with_hub_models(job, log.info)
             check_digests(job)
         checked_rows(job)
@@ -91,7 +91,7 @@ def _begin(folder: RunFolder, written: RLHFJob) -> None:
 
 
 def _refuse_where_another_writes(folder: RunFolder) -> None:
-    """Raise if a pod of an earlier run, on a machine that was cut off, still writes the folder."""
+    """Raise StorageError if a pod of an earlier run still holds the folder's lock."""
     try:
         if folder.path.is_dir():
             os.close(take_lock(folder.path / ".lock"))
@@ -105,7 +105,7 @@ def _needs_room(base: Path) -> Iterator[None]:
     _refuse_full(base)
     try:
         yield
-    except (OSError, StorageError, InvalidRequest, RuntimeError):  # libraries have errors of their own for it
+    except (OSError, StorageError, InvalidRequest, RuntimeError):  # libraries raise their own
         _refuse_full(base)
         raise
 

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub, fetched once into the cache of all pods. Only `prepare` reaches the hub."""
+"""Hugging Face hub models, fetched once by `prepare` into the cache of all pods."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from rlhfspec.job import RLHFJob
 from rlhfspec.job.file.paths import is_made_here, named_models
 from rlhfspec.job.rewards import ModelSource
 
-# Weights in formats that are not read, and what is no part of the model.
+# Weight formats that are not read, and files beside the model.
 NOT_READ = ["*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.tflite", "original/*"]
-OLDER = "*.bin"  # weights as older models have them alone, and others beside their safetensors
+OLDER = "*.bin"  # only older models have no safetensors instead
 
 
 def with_hub_models(job: RLHFJob, report: Callable[[str], None]) -> RLHFJob:
-    """Return the job with local folders in place of hub ids. Raise InvalidRequest if the hub refuses a model,
-    StorageError if it cannot be reached."""
+    """Return the job with local folders for hub ids. Raise InvalidRequest or, without the hub, StorageError."""
     model, rewards = job.spec.model, job.spec.rewards
     folders = {
         name: _fetched(path, f"spec.model.{name}", report)
@@ -33,7 +32,8 @@ def with_hub_models(job: RLHFJob, report: Callable[[str], None]) -> RLHFJob:
 
 
 def _is_hub_id(path: str) -> bool:
-    """
+    """Return whether a model path is a hub id.
+
     >>> _is_hub_id("owner/name"), _is_hub_id("/storage/models/mine"), _is_hub_id("tiny:sums")
     (True, False, False)
     """

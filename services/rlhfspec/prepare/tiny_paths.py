@@ -8,11 +8,11 @@ from rlhfspec.common.object_store import ObjectStore
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.file.paths import is_made_here, named_models
 
-LAST_SENT = "tokenizer_config.json"  # of a model that was made; a store that has it has the others
+LAST_SENT = "tokenizer_config.json"  # last file stored of a made model, so it implies all others
 
 
 def fetch_made(job: RLHFJob, store: ObjectStore) -> None:
-    """Fetch the models that an earlier job made, so that they are not made again."""
+    """Fetch from the store the models that earlier jobs made."""
     from rlhfspec.tiny.paths import model_folder
 
     for path in named_models(job.spec.model).values():

@@ -28,7 +28,7 @@ def build(job: RLHFJob, context: Context) -> PromptsService:
 
 
 def _check_room(job: RLHFJob, longest: int) -> None:
-    """Raise unless the model has positions for the longest prompt plus the longest response."""
+    """Raise InvalidRequest if the longest prompt and response exceed the model's positions."""
     from rlhfspec.huggingface.structure.positions import num_positions
 
     limit, wanted = num_positions(job.spec.model.path), job.spec.generation.max_tokens

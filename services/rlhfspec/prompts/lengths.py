@@ -1,4 +1,4 @@
-"""Estimated work of a prompt, from its length and recent answers. It decides only the order of publication."""
+"""Estimated work of prompts, which decides only the order of publication."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterable
 from rlhfspec.messages.records import Prompt, Sample
 
 _MOST_PROMPTS = 1 << 16
-_NEWEST = 0.25  # weight of an answer against those before it: the policy's habits change
+_NEWEST = 0.25  # weight of a new answer in the running mean
 
 
 class PromptLengths:
     """Running mean of answer lengths, for each recent prompt."""
 
     def __init__(self) -> None:
-        self._means: OrderedDict[int, float] = OrderedDict()  # by the hash of the prompt: a clash costs nothing
+        self._means: OrderedDict[int, float] = OrderedDict()  # by prompt hash; collisions are harmless
         self._sum = 0.0
 
     def add(self, sample: Sample) -> None:
@@ -32,10 +32,10 @@ class PromptLengths:
             self._sum -= self._means.popitem(last=False)[1]
 
     def work(self, prompt: tuple[int, ...]) -> float:
-        """Return the work in tokens. The answer of an unknown prompt counts as average."""
+        """Return the work in tokens. Unknown prompts have an average answer."""
         usual = self._sum / len(self._means) if self._means else 0.0
         return len(prompt) + self._means.get(hash(prompt), usual)
 
     def longest_first(self, prompts: Iterable[Prompt]) -> list[Prompt]:
-        """Return prompts by decreasing work. Replicas of a prompt stay together in order, as they share its KV."""
+        """Return prompts by decreasing work, with replicas adjacent, as they share KV."""
         return sorted(prompts, key=lambda prompt: -self.work(prompt.token_ids))

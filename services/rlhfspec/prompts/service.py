@@ -23,7 +23,7 @@ from rlhfspec.training.data import PromptRow, Prompts
 
 
 class PromptsService(Service):
-    """Prompts stage, which publishes a step's prompts as soon as its weights may sample them, longest work first."""
+    """Prompts worker. Prompts are published once weights may sample them, longest work first."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class PromptsService(Service):
         self._evaluation = job.spec.evaluation or HeldOut()
         self._last_step = min(job.spec.training.steps, prompts.order.last_step or job.spec.training.steps)
         self._lengths = PromptLengths()
-        self._published = 0  # the last step whose prompts are out; 0: none since this worker began
+        self._published = 0  # last published step; 0: none yet
 
     async def run(self) -> None:
         name = self._job.metadata.name
@@ -62,7 +62,7 @@ class PromptsService(Service):
     async def _learn_lengths(self) -> None:
         num_asked = self._last_step * self._job.spec.training.prompts_per_step
         if self.held_out is None and num_asked <= len(self.prompts):
-            return  # no prompt comes again
+            return  # no prompt repeats
         async with await self._bus.subscribe(Sample) as samples:
             while not self.stopping.is_set():
                 arrived = await self.unless_stopped(samples.pull(max_records=256, timeout_seconds=PULL_SECONDS))
@@ -88,7 +88,7 @@ class PromptsService(Service):
                 await delivery.ack()
 
     async def _publish_steps(self, version: int) -> None:
-        """Publish every step that this version may sample: the next, and as many as staleness allows."""
+        """Publish every step that this version may sample by the allowed staleness."""
         if self.held_out and self._evaluation.is_due(version, self._last_step):
             await self._publish(f"the evaluation after step {version}", evaluation_prompts, self.held_out, version)
         newest = min(version + 1 + self._job.spec.training.max_staleness, self._last_step)
@@ -104,7 +104,7 @@ class PromptsService(Service):
 
 
 def prompts_of(job: RLHFJob, prompts: Prompts, step: int, round: int, count: int | None) -> list[Prompt]:
-    """Return the records of a step, or of one of its demands, with replicas of a prompt adjacent."""
+    """Return the prompts of a step or of one of its demands, replicas adjacent."""
     name, training = job.metadata.name, job.spec.training
     version = max(step - 1 - training.max_staleness, 0)
     ids = [
@@ -119,7 +119,7 @@ def prompts_of(job: RLHFJob, prompts: Prompts, step: int, round: int, count: int
 
 
 def evaluation_prompts(job: RLHFJob, held_out: Prompts, step: int) -> list[Prompt]:
-    """Return the held-out prompts for the policy after a step, with the same noise at every evaluation."""
+    """Return the held-out prompts for the policy after `step`, always with the same seeds."""
     name, evaluation = job.metadata.name, job.spec.evaluation
     assert evaluation is not None, "an evaluation is asked for where the job has one"
     return [

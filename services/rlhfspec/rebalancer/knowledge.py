@@ -1,4 +1,4 @@
-"""Knowledge of the rebalancer, which a restart recovers within a second."""
+"""Fleet state of the rebalancer. A restart recovers it within a second."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from rlhfspec.moves.rebalancing.plan import plan
 from rlhfspec.moves.rebalancing.planned import PlannedMoves
 from rlhfspec.moves.rebalancing.residual import Residual
 
-QUIET_SECONDS = 2.0  # a generator that says nothing for longer is left out
-MOVE_SECONDS = 5.0  # a move that is not told of by then is over for all we know
-MOST_REST_SECONDS = 16.0  # of a sample whose moves were refused one after the other
-_ALIKE = 0.15  # curves that differ from the fleet's by less are the fleet's: what is left is noise
+QUIET_SECONDS = 2.0  # generators silent for longer are left out
+MOVE_SECONDS = 5.0  # a move without a report by then counts as over
+MOST_REST_SECONDS = 16.0  # longest backoff of a sample after refused moves
+_ALIKE = 0.15  # curves within this share of the fleet's count as equal: the rest is noise
 _PAUSE_RATE = 0.1
 _KEPT_RESTS = 1 << 14
 
@@ -31,7 +31,7 @@ _KEPT_RESTS = 1 << 14
 class _KnownGenerator:
     load: Load
     heard_at: float
-    places: dict[str, int]  # of its samples in the arrays of its load
+    places: dict[str, int]  # index of each sample in the load's arrays
     gone: set[int] = field(default_factory=set)  # finished since
 
 
@@ -60,13 +60,13 @@ class Advice:
 
 
 class StageWork:
-    """Samples of a step still to generate. samples_per_step: at its start; rows: concurrent ones of a generator."""
+    """Samples of a step still to generate. `rows`: concurrent samples per generator."""
 
     def __init__(self, *, samples_per_step: int, max_tokens: int, rows: int) -> None:
         self.step = 0
         self._samples_per_step, self._rows = samples_per_step, rows
         self._finished: set[str] = set()
-        self._usual_longest = self._longest = max_tokens  # of the step before, and of this one; at first, of any
+        self._usual_longest = self._longest = max_tokens  # of the last and this step; at first the limit
 
     def loaded(self, load: Load) -> None:
         if load.step > self.step:
@@ -98,9 +98,7 @@ class StageWork:
 
 
 class FleetKnowledge:
-    """Knowledge of the fleet. `draw` returns a unique move id by number.
-
-    `work` and `elastic` are set if the number of generators varies, `learns` if drafters learn."""
+    """State of the fleet. `work` and `elastic` are set if the number of generators varies."""
 
     def __init__(
         self,
@@ -115,17 +113,17 @@ class FleetKnowledge:
     ) -> None:
         self._job, self._max_tokens, self._draw = job, max_tokens, draw
         self._pause, self._learns = STANDARD.pause_seconds, learns
-        self._plans_from = began_at + STANDARD.rest_seconds  # what moved a moment before we began rests
+        self._plans_from = began_at + STANDARD.rest_seconds  # samples that just moved rest
         self._generators: dict[int, _KnownGenerator] = {}
-        self._earlier: dict[int, set[str]] = {}  # incarnations that others came after
+        self._earlier: dict[int, set[str]] = {}  # replaced incarnations
         self._among_others: dict[int, LearnedCurve] = {}
         self._alone: dict[int, LearnedCurve] = {}
         self._residual, self._factors = Residual(), Factors()
         self._work, self._elastic = work, elastic
-        self.wanted: Wanted | None = None  # so many generators; None: it is not known, or not asked
+        self.wanted: Wanted | None = None  # wanted generators; None: unknown
         self._under_way: dict[str, _UnderWay] = {}
-        self._settles_at: dict[int, float] = {}  # a load from before then does not show how a move ended
-        self._rests: OrderedDict[str, tuple[float, int]] = OrderedDict()  # since when a sample rests; refusals in a row
+        self._settles_at: dict[int, float] = {}  # earlier loads do not show how a move ended
+        self._rests: OrderedDict[str, tuple[float, int]] = OrderedDict()  # start of a sample's rest; refusals in a row
         self._num_moves = 0
 
     @property
@@ -270,7 +268,7 @@ class FleetKnowledge:
     def _curves(
         self, loads: list[Load], curves: dict[int, LearnedCurve], unknown: tuple[Floats, Floats] | None = None
     ) -> tuple[Floats, Floats]:
-        """Return the cost curve of each generator, without data the known default or the fleet's."""
+        """Return each generator's cost curve, or the fleet's where it is unknown."""
         told = [
             (load.step_seconds, load.sequence_seconds) for load in loads if load.step_seconds + load.sequence_seconds
         ]
@@ -281,7 +279,7 @@ class FleetKnowledge:
                 curve.prior = (float(usual[0]), float(usual[1])) if usual.sum() > 0 else curve.prior
                 known[index] = curve.step_seconds, curve.sequence_seconds
         middle = np.median(known, axis=0)
-        # Of the cost at a usual number of sequences: t0 and c by themselves are noisier than what they add up to.
+        # Compare costs at a usual number of sequences: t0 and c alone are noisier than their sum.
         usual_number = max(float(np.mean([load.num_running for load in loads])), 1.0)
         cost, fleet_cost = known @ (1.0, usual_number), middle @ (1.0, usual_number)
         known[np.abs(cost - fleet_cost) <= _ALIKE * fleet_cost] = middle

@@ -14,12 +14,12 @@ from rlhfspec.stage.bus import Inbox, StageBus
 from rlhfspec.stage.vitals import Vitals
 
 _AT_ONCE = 4096  # records
-TOLD_SECONDS = 10.0  # between two lines of plans that move nothing and say what the one before said
+TOLD_SECONDS = 10.0  # between two unchanged plans without moves
 _MOST_NAMED = 64  # generators in a line
 
 
 class RebalancerService(Service):
-    """Rebalancing stage, on which balance depends, but never a token."""
+    """Rebalancing worker, whose advice never changes a token."""
 
     def __init__(self, worker: int, vitals: Vitals, bus: StageBus, *, job: RLHFJob, moves: MovesFile) -> None:
         super().__init__("rebalancer", worker, vitals)
@@ -54,7 +54,7 @@ class RebalancerService(Service):
                     await self._plan()
 
     async def _hear(self, loads: Inbox[Load], all_moved: Inbox[Moved], samples: Inbox[Sample]) -> bool:
-        """Record the signals and return whether there is news."""
+        """Record pending signals and return whether there were any."""
         with self.vitals.waiting(f"generators to say what they have; {self.knowledge.num_moves} moves so far"):
             arrived = await self.unless_stopped(loads.pull(max_records=_AT_ONCE, timeout_seconds=self._interval))
         now = self._bus.clock.now()
@@ -94,7 +94,6 @@ class RebalancerService(Service):
 
 
 def elastic_of(spec: Spec) -> Elastic | None:
-    """Return the limits of an elastic fleet, if the job has one."""
     replicas = spec.roles.generator.replicas
     return None if replicas is None else Elastic(least=replicas.min, most=replicas.max)
 

@@ -21,7 +21,7 @@ def build(job: RLHFJob, context: Context) -> RewardService:
 
 
 def _device(job: RLHFJob) -> str:
-    """Return the device. Without a reward model it is the CPU, and torch is not imported."""
+    """Return the device of reward models. Without any, torch is not imported."""
     if not any(isinstance(source, ModelSource) for source in job.spec.rewards.sources):
         return "cpu"
     from rlhfspec.huggingface.devices import device_of

@@ -15,7 +15,7 @@ from rlhfspec.training.scoring.rewards.sources import RewardSources
 
 
 class RewardService(Service):
-    """Rewarding stage. If a source scores whole prompt groups, samples wait until their group is complete."""
+    """Reward worker. If a source scores whole groups, samples wait for their group."""
 
     def __init__(self, worker: int, vitals: Vitals, bus: StageBus, *, job: RLHFJob, sources: RewardSources) -> None:
         super().__init__("reward", worker, vitals)
@@ -27,13 +27,13 @@ class RewardService(Service):
             "training": job.spec.algorithm.samples_per_prompt,
             "evaluation": evaluation.samples_per_prompt if evaluation else 1,
         }
-        # So many groups at once that every source is busy; those that wait for it have not begun their deadline.
+        # Enough groups to keep every source busy; the deadline of waiting ones has not begun.
         self._slots = asyncio.Semaphore(sources.concurrency)
         self._held: dict[str, Delivery[Sample]] = {}
         self._groups: defaultdict[str, set[str]] = defaultdict(set)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._failed = asyncio.Event()  # one of them
-        self._told_seconds = 0.0  # of work, on the scores published so far
+        self._failed = asyncio.Event()  # set when a task failed
+        self._told_seconds = 0.0  # of work on published scores
 
     async def run(self) -> None:
         with self.vitals.working("making the reward sources ready", deadline_seconds=self._deadline):
@@ -54,7 +54,7 @@ class RewardService(Service):
             await self.sources.close()
 
     async def _check_columns(self) -> None:
-        """Raise, before the first sample, if the data lacks a column that a function asks for."""
+        """Raise if the data lacks a column that a reward function uses."""
         async with await self._bus.subscribe(DatasetInfo) as inbox:
             while not self.stopping.is_set():
                 with self.vitals.waiting("what the data's columns are"):
@@ -67,7 +67,7 @@ class RewardService(Service):
         again = sample.id in self._held
         self._held[sample.id] = delivery
         if again:
-            return  # delivered anew while it is held here: acknowledged once its score is out
+            return  # redelivered while held: acknowledged once its score is published
         whole = self._group_sizes[sample.purpose] if self.sources.grouping == "group" else 1
         group = self._groups[sample.group_id if whole > 1 else sample.id]
         group.add(sample.id)
@@ -98,7 +98,7 @@ class RewardService(Service):
             await self._held.pop(name).ack()
 
     def _seconds_since_told(self) -> float:
-        """Return the working seconds since the last report. Groups overlap, so each second is reported once."""
+        """Return the working seconds since the last call, as groups overlap."""
         worked, before = self.vitals.state().busy_seconds, self._told_seconds
         self._told_seconds = worked
         return worked - before

@@ -1,4 +1,4 @@
-"""One worker's process over all its restarts, which writes its own log, so that a dead supervisor never blocks it."""
+"""Worker process across restarts. It writes its own log, so a dead supervisor never blocks it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rlhfspec.worker import exits
 from rlhfspec.worker.last_words import end_file, last_activity
 from rlhfspec.worker.process import STARTED
 
-_MOST_BYTES = 1 << 20  # of a log read at a time; of more, the end
+_MOST_BYTES = 1 << 20  # per read of a log, from its end
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    failure: exits.Failure | None  # None: it left, its work done
+    failure: exits.Failure | None  # None: finished and left
     reason: str
 
 
@@ -36,7 +36,7 @@ class Process(Protocol):
 
 
 class Starter(Protocol):
-    """Starter of `python ARGUMENTS` in an environment with STARTED=name; output is appended to `log`."""
+    """Starter of `python ARGUMENTS` with STARTED=name in its environment; output is appended to `log`."""
 
     @property
     def environment(self) -> Mapping[str, str]: ...
@@ -48,7 +48,7 @@ class Starter(Protocol):
 
 
 class Child:
-    """Process of one worker. `activity`: the file in which it notes its current activity."""
+    """Process of one worker. `activity`: file with its current activity."""
 
     def __init__(
         self,
@@ -66,10 +66,10 @@ class Child:
         self._starter = starter
         self._log = log
         self._activity = activity
-        self._began_at = 0  # in its log
+        self._began_at = 0  # offset in the log
         self._read_to = 0
-        self._verdict = ""  # why we killed it
-        self._num_killed_before = 0  # for want of memory, by the system, of any process
+        self._verdict = ""  # why the supervisor killed it
+        self._num_killed_before = 0  # OOM kills on this machine before the start
         self._process: Process | None = None
 
     @property
@@ -77,7 +77,7 @@ class Child:
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     async def start(self) -> None:
-        self._kill_family()  # what a dead one left behind
+        self._kill_family()  # processes that a dead worker left
         self._verdict = ""
         self._num_killed_before = exits.num_killed_for_memory()
         if self._activity is not None:
@@ -125,14 +125,14 @@ class Child:
         return [str(line["message"]) for line in lines if line.get("said") or line.get("level") == "warning"]
 
     def _ended(self, code: int) -> Ended:
-        """Return how it ended: by its own record, else by the exit status and its last activity."""
+        """Return how the process ended, by its own record or else by exit status and last activity."""
         if self._verdict:
             return Ended("error", f"{self._verdict}{self._while()}")
-        lines = [*self._noted_end(), *self._lines(self._began_at)]  # of several ranks' words the log has the set's last
+        lines = [*self._noted_end(), *self._lines(self._began_at)]  # a log of several ranks ends with the set's
         told = next((line for line in reversed(lines) if "exit_code" in line), None)
         if told is not None and code == exits.DONE:
             return Ended(None, "left")
-        if told is not None and told["exit_code"] != exits.DONE:  # a set of ranks ends with a code of its own
+        if told is not None and told["exit_code"] != exits.DONE:  # a set of ranks exits with its own code
             was_killed = int(told["exit_code"]) < 0
             return Ended(
                 exits.failure_of(int(told["exit_code"])), f"{told['message']}{self._while() if was_killed else ''}"

@@ -1,4 +1,4 @@
-"""Supervision of worker processes: start, watch, restart as the failure policy allows, and stop."""
+"""Supervision of worker processes: start, watch, restart by failure policy, stop."""
 
 from __future__ import annotations
 
@@ -28,15 +28,13 @@ from rlhfspec.worker import exits
 
 log = logging.getLogger("rlhfspec.stage")
 CHECK_SECONDS = 0.5
-_LATE_SECONDS = 5.0  # past the deadline of its work: it has not ended itself
+_LATE_SECONDS = 5.0  # past the deadline at which a worker ends itself
 _LEAVE_SECONDS = 15.0  # to leave a run whose last step is trained
 Say = Callable[[str], None]
 
 
 class Children(Service):
-    """Supervisor of worker processes.
-
-    `start` returns when every worker is ready or has left; `run` when all have left, or after `stop`."""
+    """Supervisor of worker processes. `run` returns when all have left, or after `stop`."""
 
     def __init__(
         self,
@@ -64,10 +62,10 @@ class Children(Service):
         }
         self._num_starts = dict.fromkeys(self._children, 0)
         self._last_step = 0
-        self._ready = asyncio.Event()  # everybody was, once
+        self._ready = asyncio.Event()  # set once all were ready
         self._over = asyncio.Event()
-        self._leaving = asyncio.Event()  # a child that exits from now on was asked to
-        self._gone = gone or asyncio.Event()  # set once all processes are
+        self._leaving = asyncio.Event()  # exits from now on are expected
+        self._gone = gone or asyncio.Event()  # set once all processes ended
         self._keeping: dict[asyncio.Task[None], Child] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -151,7 +149,7 @@ class Children(Service):
 
     async def _before_restart(self, child: Child, ended: Ended) -> None:
         stage, worker, restarts = child.stage, child.worker, self._restarts[child.stage, child.worker]
-        if exits.is_about_full_disk(ended.reason):  # it is no emptier for being written to again
+        if exits.is_about_full_disk(ended.reason):  # a restart frees no space
             raise StageFailed(stage, worker, ended.reason)
         delay = restarts.delay_after(ended.failure or "killed")
         if ended.failure == "permanent" and not self._is_ready((stage, worker)):
@@ -188,7 +186,7 @@ class Children(Service):
         elif isinstance(record, WorkerInfo):
             if record.stage in self._bus.workers and record.stage in STAGE_NAMES:
                 self._joined(record)
-        elif record.step > self._last_step:  # a step that is trained again, after a restart, is no progress
+        elif record.step > self._last_step:  # a repeated step is no progress
             self._last_step = record.step
             for restarts in self._restarts.values():
                 restarts.forget()
@@ -251,7 +249,7 @@ class Children(Service):
             self._say(line if child.stage == "trainer" else f"{child.stage} {child.worker}: {line}")
 
     def _ask_those_started_by_hand(self) -> None:
-        """Ask hand-started workers of this machine to stop, which would wait for servers that are gone."""
+        """Ask this machine's hand-started workers to stop, as their servers end."""
         of_this_run = processes_of(self._bus.uid)  # a record may name any process
         for info in self.known.run.infos:
             if (info.stage, info.worker) not in self._children and info.pid in of_this_run:
@@ -259,7 +257,7 @@ class Children(Service):
                     os.kill(info.pid, signal.SIGTERM)
 
     async def _leave(self) -> None:
-        """Ask all workers to stop; kill and name those that exceed the grace."""
+        """Ask all workers to stop, and kill those that exceed the grace."""
         self._leaving.set()
         grace = _LEAVE_SECONDS if self._over.is_set() else GRACE_SECONDS
         for task, child in self._keeping.items():

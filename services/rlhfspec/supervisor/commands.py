@@ -37,9 +37,7 @@ def arguments_of(job: RLHFJob, place: ProcessPlace, gpus: Dealt, stage: str, wor
 
 
 def _threads_of_a_generator(job: RLHFJob) -> int | None:
-    """Return the threads of each of several generators, or None for torch's default.
-
-    Other processes keep the default, as the bits of the trainer's sums may depend on it."""
+    """Return the threads per generator, or None for torch's default, which the trainer keeps for its bits."""
     count = workers_of(job)["generator"] * job.spec.num_processes("generator")
     if count == 1:
         return None

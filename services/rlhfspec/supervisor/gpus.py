@@ -13,9 +13,7 @@ Dealt = dict[tuple[str, int], list[str]]  # (stage, worker) -> the GPUs of its p
 
 
 def deal(job: RLHFJob, gpus: Sequence[str]) -> Dealt:
-    """Return the GPUs of each process, if the job leaves that open.
-
-    Raise InvalidRequest if there are too few and the job does not allow sharing."""
+    """Assign GPUs to processes unless the job does. Raise InvalidRequest if too few without sharing."""
     spec = job.spec
     if not gpus or spec.device not in ("auto", "cuda") or spec.training.exact_on_policy:
         return {}

@@ -1,4 +1,4 @@
-"""Base of a run of a job in its folder, in one process (`rlhfspec.cli.local`) or many (`rlhfspec.supervisor.run`)."""
+"""Base class of a job's run, in one process (`rlhfspec.cli.local`) or many (`rlhfspec.supervisor.run`)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ from rlhfspec.runs.view.summary import finish_folder
 from rlhfspec.runs.view.view import View
 
 Say = Callable[[str], None]
-Models = dict[str, dict[str, Any]]  # by role: how each was found right when it was loaded
+Models = dict[str, dict[str, Any]]  # load report by role
 
 
 class JobRun(ABC):
-    """Run of a job in a folder that has begun. Call `build`, `begin`, `stages`, `finish`, `close`, in this order.
-
-    base_folder: the job file's."""
+    """Run of a job in an open folder. Call `build`, `begin`, `stages`, `finish`, `close`, in this order."""
 
     def __init__(self, job: RLHFJob, base_folder: Path, folder: RunFolder, view: View) -> None:
         self.folder = folder
@@ -41,7 +39,7 @@ class JobRun(ABC):
 
     @abstractmethod
     def build(self, say: Say) -> None:
-        """Load data, rewards and models; raise InvalidRequest, naming the field, and leave nothing behind."""
+        """Load data, rewards and models. After InvalidRequest nothing is left behind."""
 
     @abstractmethod
     def begin(self) -> None:
@@ -59,7 +57,7 @@ class JobRun(ABC):
         finish_folder(self.folder, self._job, outcome, reason, resume_command=resume_command).print(console)
 
     def abandon(self) -> None:  # noqa: B027 (what runs in this process ends with it)
-        """End what `build` started, at once."""
+        """Kill everything that `build` started."""
 
     def close(self) -> None:
         self._leaving.close()

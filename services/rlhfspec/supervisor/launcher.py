@@ -1,8 +1,8 @@
-"""Fork server: starts a worker in tenths of a second by forking a process that has the imports done.
+"""Fork server that starts workers fast, by forking a process with all imports done.
 
-It reads a JSON line for each process and writes its pid. It forks twice, so that a started process is the supervisor's
-child (an orphan goes to the nearest subreaper) and the launcher may be restarted. A fork copies no threads, so it has
-none but those of numpy's BLAS, which restarts its own."""
+The launcher reads a JSON line per process and writes its pid. A double fork makes the process a child of the
+supervisor, a subreaper, so the launcher may restart. Forks copy no threads, so it has none but numpy's BLAS.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Launched:
 
 
 class Launcher:
-    """Fork server for processes that share an environment but for their name."""
+    """Fork server for processes that share an environment."""
 
     def __init__(
         self, environment: Mapping[str, str], log: Path, lock: int | None = None, modules: Sequence[str] = STAGES_NEED
@@ -102,12 +102,12 @@ class Launcher:
                     async with asyncio.timeout(_START_SECONDS):
                         return Launched(await self._ask(request))
                 except (ConnectionError, ValueError):
-                    if await self.close() >= 0:  # it ended by itself, and would again; kills pass
+                    if await self.close() >= 0:  # it ended by itself and would again; kills are transient
                         break
                 except TimeoutError:
                     await self.close()
                     break
-                except asyncio.CancelledError:  # its reply would be taken for the next one's
+                except asyncio.CancelledError:  # a late reply would be read as the next one's
                     self._kill()
                     raise
         raise ServerFailed("launcher", f"it ended or hung when it was to start {name}: {self._last_words()}")
@@ -127,7 +127,7 @@ class Launcher:
         return int(await replies.readline())
 
     async def begin(self) -> bool:
-        """Start the launcher early, so that a restart need not wait for imports; return False if it runs already."""
+        """Start the launcher early, as imports take long; return False if it is running."""
         async with self._one_at_a_time:
             return await self._begin()
 
@@ -166,10 +166,10 @@ def main() -> None:
 
     tune_malloc()
     replies = os.dup(1)
-    os.dup2(2, 1)  # a print is no reply
+    os.dup2(2, 1)  # prints must not mix with replies
     for module in modules:
         import_module(module)
-    gc.freeze()  # what is never collected again is never written to, and stays shared memory
+    gc.freeze()  # frozen objects stay shared with the forks
     for line in sys.stdin.buffer:
         request = json.loads(line)
         child = os.fork()
@@ -196,11 +196,11 @@ def _become(request: dict[str, Any], supervisor: int, replies: int) -> NoReturn:
     _, module, *rest = request["arguments"]
     sys.argv = [module, *rest]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
-    sys.exit()  # like an exception of the module, it ends the interpreter here as in any other process
+    sys.exit()  # ends the interpreter as in any other process
 
 
 def _rename(name: str) -> None:
-    """Write the name over the reserved room of the environment block, so that /proc shows it."""
+    """Write the name into the environment block, so that /proc shows it."""
     libc = ctypes.CDLL(None)
     libc.getenv.restype = ctypes.c_void_p
     place = libc.getenv(STARTED.encode())

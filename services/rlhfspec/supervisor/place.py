@@ -39,7 +39,7 @@ class ProcessPlace:
         self._scratch.make()
 
     def remove(self) -> None:
-        """End every process of the run, remove its files and release the guardians, despite errors."""
+        """End the run's processes, remove its files and release the guardians, despite errors."""
         with ExitStack() as leaving:
             leaving.callback(self.guardians.release)
             leaving.callback(self._scratch.remove)

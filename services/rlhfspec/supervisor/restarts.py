@@ -5,7 +5,7 @@ import random
 from rlhfspec.job.roles import FailurePolicy
 from rlhfspec.worker.exits import Failure
 
-MOST_UNCOUNTED = 20  # whatever the policy: a worker that dies over and over, and no step is trained meanwhile
+MOST_UNCOUNTED = 20  # for any policy: restarts without a trained step
 
 
 class Restarts:
@@ -27,7 +27,7 @@ class Restarts:
         return failure in self._policy.counted
 
     def delay_after(self, failure: Failure, *, counts: bool | None = None) -> float | None:
-        """Return the delay before a restart, or None to give up. `counts`: whether the policy counts it."""
+        """Return the delay before a restart, or None to give up. `counts` overrides the policy."""
         if counts is None:
             if failure == "permanent":
                 return None

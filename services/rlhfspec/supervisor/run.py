@@ -1,4 +1,4 @@
-"""A run with a process for each worker."""
+"""Run with a process per worker."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from rlhfspec.supervisor.servers import start_servers, write_connections
 from rlhfspec.telemetry.meters import Meters
 from rlhfspec.telemetry.prometheus import served
 
-_DATASET_SECONDS = 5.0  # for what the server has to arrive
+_DATASET_SECONDS = 5.0  # for the dataset's info to arrive
 
 
 class ProcessRun(JobRun):
@@ -68,7 +68,7 @@ class ProcessRun(JobRun):
             self._leaving.callback(self._remove_all)
             self._place.make()
             self.runner.run(self._start(gpus))
-        except StageError as error:  # some workers trained already while others were loading: the run has begun
+        except StageError as error:  # the run has begun, as some workers may have trained already
             self._failure = error
 
     async def _start(self, gpus: Dealt) -> None:
@@ -85,7 +85,7 @@ class ProcessRun(JobRun):
             supervisor_address=self._closing.enter_context(served(meters.metrics)),
         )
         launcher = self._make_launcher()
-        await launcher.begin()  # what it imports is there when the workers are to be started
+        await launcher.begin()  # imports while the broker is connected
         gone = asyncio.Event()
         self._server_watch = ServerWatch(
             self._vitals, servers, self._place.guardians, launcher, self._job.spec.failure_policy, self.say, until=gone

@@ -1,4 +1,4 @@
-"""Restart of a run's servers at the same address with the same data, and of the guardian and the launcher."""
+"""Restarts of a run's servers with the same address and data, and of guardians and launcher."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from rlhfspec.supervisor.restarts import Restarts
 from rlhfspec.worker import exits
 
 LOOK_SECONDS = 1.0
-_AGAIN_SECONDS = 0.1  # between two starts of a guardian, should they end over and over
-_ROOM_BYTES = 64 << 10  # less is nothing
-ROOM_SECONDS = 5.0  # so long a process that finds the disk full may say where it met that; then the servers do
-_STEADY_SECONDS = 10.0  # a server that ran for so long did not end over and over
+_AGAIN_SECONDS = 0.1  # between two restarts of a guardian
+_ROOM_BYTES = 64 << 10  # least free space
+ROOM_SECONDS = 5.0  # time for a process to report the full disk first
+_STEADY_SECONDS = 10.0  # uptime that resets a server's restarts
 
 
 class ServerWatch(Service):
-    """Watch over servers until no process needs them; raises `ServerFailed` or, for a full disk, `StorageError`."""
+    """Watch over servers until no process needs them. Raises ServerFailed, or StorageError on a full disk."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class ServerWatch(Service):
             await server.start()
 
     async def _keep_guardians(self) -> None:
-        """Restart guardians at once: without one, nothing would clean up after this process."""
+        """Restart guardians at once, as only they clean up after this process."""
         while True:
             if len(pids := self._guardians.pids) == NUM_GUARDIANS:
                 await _end_of_one(pids)
@@ -107,7 +107,7 @@ class ServerWatch(Service):
 
 
 async def _end_of_one(pids: Sequence[int]) -> None:
-    """Wait until one of these own processes ends."""
+    """Wait until one of the processes ends."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     with ExitStack() as leaving:
         for pid in pids:

@@ -1,7 +1,7 @@
 """Small models for tests, benchmarks and demos, made on this machine or shipped, and cached.
 
-`ensure()` gives trained ones, `random_model(kind)` untrained ones of many families, `resolve(path)` makes a job's
-`tiny:NAME`; `sums` is a task to train on."""
+`ensure()` returns trained ones, `random_model(kind)` untrained ones; `resolve(path)` makes a job's `tiny:NAME`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Endless templated English: learnt in a minute, with real entropy."""
+"""Endless templated English, quick to learn but with real entropy."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def tokens_of(documents: Iterator[str], num_tokens: int) -> list[int]:
 
 
 def text(num_bytes: int, *, seed: int) -> str:
-    """Return documents cut to `num_bytes`: one token a byte."""
+    """Return `num_bytes` of documents, one token per byte."""
     found = ""
     for document in _endless(seed):
         found += document + " "
@@ -128,7 +128,7 @@ def prompts(count: int, *, seed: int, shortest: int = 24, longest: int = 96) -> 
 
 
 def beginnings(documents: Iterator[str], count: int, seed: int, shortest: int, longest: int) -> list[list[int]]:
-    """Return beginnings of documents of varying length, with BOS, cut after a space so that a word comes next."""
+    """Return document beginnings of varying length with BOS."""
     rng = random.Random(seed)
     chosen: list[list[int]] = []
     for document in documents:

@@ -1,6 +1,4 @@
-"""Real text on every machine: sources and docstrings of Python's standard library, every tenth module held out.
-
-Models learn it less well than templated English, so a draft agrees less often: the harder benchmark."""
+"""Text of Python's standard library, every tenth module held out; harder to learn than templated English."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from pathlib import Path
 
 from rlhfspec.tiny.corpus import beginnings, tokens_of
 
-_BETWEEN_DOCUMENTS = "\n\n\n"  # two empty lines: what stands between top-level functions and classes
+_BETWEEN_DOCUMENTS = "\n\n\n"  # as between top-level functions and classes
 _SHORTEST, _LONGEST = 100, 2000  # characters of a document
 _HELD_OUT_EVERY = 10
 
@@ -23,7 +21,7 @@ def documents(count: int, *, seed: int, held_out: bool = False) -> list[str]:
 
 
 def token_stream(num_tokens: int, *, seed: int) -> list[int]:
-    """Return documents of the training modules as token ids, each between BOS and EOS, repeated as needed."""
+    """Return token ids of the training modules, repeated as needed."""
     endless = itertools.chain.from_iterable(_shuffled(each, held_out=False) for each in itertools.count(seed))
     return tokens_of(endless, num_tokens)
 

@@ -1,12 +1,12 @@
-"""Make the tiny models once and keep them: `ensure()` returns folders that `from_pretrained` opens.
+"""Tiny models, made once and cached: `ensure()` returns folders that `from_pretrained` opens.
 
     target   4 x 256, 3.3M parameters; draft: 1 x 128, .3M
-    wide     the target widened to 77M: the same function with the memory traffic of a larger model
-    library, library-draft, library-wide  the same three for the text of Python's standard library
-    sums     2 x 128, .5M: solves sums now and then, the start of the demo's training; sums-draft: 1 x 64.
-             These two come with the package (`shipped`).
+    wide     the target widened to 77M, with the memory traffic of a larger model
+    library, library-draft, library-wide  the same for the text of Python's standard library
+    sums     2 x 128, .5M, the start of the demo's training; sums-draft: 1 x 64. Both are shipped.
 
-A folder appears by renaming, so it is whole or absent."""
+Folders appear by renaming.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TinyModels:
 
 
 def ensure(*names: str, report: Report = print) -> TinyModels:
-    """Make the missing ones of the named models (all by default) and return their folders."""
+    """Make the missing models of `names` (default: all) and return all folders."""
     for name in names or tuple(RECIPES):
         ensure_recipe(RECIPES[name], report)
     folders = {name.replace("-", "_"): cache_folder() / recipe.folder_name for name, recipe in RECIPES.items()}
@@ -59,15 +59,16 @@ def ensure_recipe(recipe: Recipe, report: Report = print) -> Path:
         return folder
     make_in_cache(folder.parent)
     with locked(folder.with_suffix(".lock")):
-        if not folder.exists():  # another process may have made it while we waited
+        if not folder.exists():  # another process may have made it meanwhile
             _make(recipe, folder, report)
     return folder
 
 
 def widened(model: LlamaForCausalLM, intermediate_size: int, *, seed: int) -> LlamaForCausalLM:
-    """Return the same function with wider FFNs: extra gate and up columns are random, extra down columns zero.
+    """Return the same function with wider FFNs: random gate and up columns, zero down columns.
 
-    Logits differ at most by the summation order; in ascending column order, by no bit."""
+    Logits differ only by summation order; in ascending column order, by no bit.
+    """
     generator = torch.Generator().manual_seed(seed)
     wide = copy.deepcopy(model)
     wide.config.intermediate_size = intermediate_size
@@ -87,7 +88,7 @@ def widened(model: LlamaForCausalLM, intermediate_size: int, *, seed: int) -> Ll
 
 
 def perturbed(model: AnyModule, scale: float, *, seed: int = 0) -> AnyModule:
-    """Return a copy with noise of `scale` standard deviations on every weight matrix: a draft that partly agrees."""
+    """Return a copy with noise of `scale` standard deviations on weight matrices."""
     generator = torch.Generator().manual_seed(seed)
     changed = copy.deepcopy(model)
     with torch.no_grad():

@@ -1,11 +1,12 @@
-"""Models and data that a job names and this machine makes. Torch is imported only when a model has to be made.
+"""Models and data that a job names and this machine makes. Torch is imported only to make a model.
 
     tiny:sums, tiny:sums-draft, tiny:target, ...   folders of models
-    tiny:sums.jsonl, tiny:held-out-sums.jsonl      data, with the columns prompt and answer; no sum is in both
+    tiny:sums.jsonl, tiny:held-out-sums.jsonl      disjoint data, with the columns prompt and answer
     smollm2                                        a pretrained model (`rlhfspec.tiny.smollm2`)
     reasoning-gym:chain_sum, ...                   tasks as data (`rlhfspec.tiny.reasoning`)
 
-Files appear by renaming."""
+Files appear by renaming.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def check(path: str) -> None:
 
 
 def resolve(path: str, report: Callable[[str], None] = print) -> str:
-    """Return the path of the model or data; make it first if absent."""
+    """Return the path of the model or data, made first if missing."""
     if path == smollm2.SMOLLM2:
         return str(smollm2.ensure(report))
     if path.startswith(reasoning.PREFIX):
@@ -64,7 +65,7 @@ def _data(name: str) -> Path:
     count, seed = DATA[name]
     file = cache_folder().parent / "data" / name
     make_in_cache(file.parent)
-    scratch = file.with_suffix(f".{secrets.token_hex(8)}")  # not the process's number: in containers all have the same
+    scratch = file.with_suffix(f".{secrets.token_hex(8)}")  # not the pid, which is equal in containers
     without = sums.rows(*DATA[TRAINING]) if name == HELD_OUT else ()
     scratch.write_text(sums.jsonl(count, seed, without=without))
     scratch.replace(file)

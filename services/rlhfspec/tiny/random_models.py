@@ -60,9 +60,7 @@ def random_model(
     num_layers: int = SHAPE["num_hidden_layers"],
     head_dim: int | None = None,
 ) -> PreTrainedModel:
-    """Return a float32 model in evaluation mode, with logits of standard deviation about 3.
-
-    head_dim: another width of attention heads, and of the model, for engines that support only some."""
+    """Return a float32 model in evaluation mode, with logits of standard deviation about 3."""
     config = CONFIGS[kind]()
     config.vocab_size = vocab_size
     if head_dim is not None:
@@ -75,7 +73,7 @@ def random_model(
 
 
 def large_kv_model(*, vocab_size: int = SHAPE["vocab_size"]) -> PreTrainedModel:
-    """Return a narrow model with large KV, 65,536 bytes a token in bfloat16, which makes moves expensive."""
+    """Return a narrow model with 64 KiB of bfloat16 KV per token, which makes moves expensive."""
     config = LlamaConfig(
         **SHAPE
         | {"vocab_size": vocab_size, "hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 16}
@@ -97,5 +95,5 @@ def _random(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
             parameter.mul_(5.0)
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     tokens = torch.randint(config.vocab_size, (4, 32))
-    head.weight.mul_(3.0 / model(tokens).logits.std())  # where it is the embedding too, norms even it out
+    head.weight.mul_(3.0 / model(tokens).logits.std())  # if tied to the embedding, norms even it out
     return model.eval()  # type: ignore[no-untyped-call,no-any-return]

@@ -1,11 +1,11 @@
-"""Tasks of reasoning-gym as data: `reasoning-gym:TASK`, and their own scorer as the reward function `reasoning-gym`.
+"""Tasks of reasoning-gym as data, `reasoning-gym:TASK`, and their scorer as the reward function `reasoning-gym`.
 
     reasoning-gym:chain_sum                                      500 rows
     reasoning-gym:chain_sum?size=2000&seed=7&max_terms=3         other settings are the task's own
     reasoning-gym:chain_sum?size=200+letter_counting?size=200    several tasks; the column task names a row's
 
-A row has the columns `messages` (worked examples and the question), `prompt` (the question), `answer`, `task` and
-`entry`, which the scorer reads. The answer is expected in `<answer>` tags.
+Columns: `messages` (worked examples and the question), `prompt` (the question), `answer`, `task`, and `entry` for the
+scorer. Answers are expected in `<answer>` tags.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rlhfspec.tiny.recipe import cache_folder, make_in_cache
 
 PREFIX = "reasoning-gym:"
 _SYSTEM = "Answer the question. Write the answer between <answer> and </answer> tags, and nothing else."
-_SIZE, _SEED, _EXAMPLES = 500, 0, 2  # settings of ours: rows, seed, worked examples before the question
+_SIZE, _SEED, _EXAMPLES = 500, 0, 2  # defaults: rows, seed, worked examples before the question
 _OF_EXAMPLES = 1 << 20  # added to the seed, so that no example is a row
 
 
@@ -35,7 +35,7 @@ def check(path: str) -> None:
 
 
 def ensure(path: str) -> Path:
-    """Write the rows as a JSONL file in the cache and return its path; equal on every machine."""
+    """Write the rows to a JSONL file in the cache and return its path."""
     rows = [row for task, shown, dataset in _datasets(path) for row in _rows(task, shown, dataset)]
     text = "".join(f"{json.dumps(row)}\n" for row in rows)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -49,7 +49,7 @@ def ensure(path: str) -> Path:
 
 
 def score(completion: str, entry: str) -> float:
-    """Return the task's own score of the text in the last `<answer>` tags, 0 without any."""
+    """Return the task's score of the text in the last `<answer>` tags, 0 without any."""
     from reasoning_gym.utils import extract_answer
 
     row = json.loads(entry)
@@ -65,7 +65,6 @@ def _scorer(task: str) -> Any:
 
 
 def _datasets(path: str) -> Iterator[tuple[str, list[Any], Any]]:
-    """Yield each task's name, its worked examples, and its dataset."""
     if importlib.util.find_spec("reasoning_gym") is None:
         raise InvalidRequest("path", path, "needs the package reasoning-gym: pip install 'rlhfspec[reasoning-gym]'")
     import reasoning_gym
@@ -88,7 +87,8 @@ def _datasets(path: str) -> Iterator[tuple[str, list[Any], Any]]:
 
 
 def _number(value: str) -> Any:
-    """
+    """Parse a setting as a number, a bool or text.
+
     >>> _number("7"), _number(".5"), _number("true"), _number("add,sub")
     (7, 0.5, True, 'add,sub')
     """

@@ -1,4 +1,4 @@
-"""Recipe of a tiny model. Torch-free; the hash of a recipe names its cache folder."""
+"""Torch-free recipes of tiny models. A recipe's hash names its cache folder."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from rlhfspec.tiny.tokenizer import VOCAB_SIZE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A byte-level Llama and its training.
+    """Byte-level Llama and its training.
 
-    batch_shapes: (sequences, tokens a sequence), taken in turn. widened_from_intermediate: if set, the model is widened
-    from a trained one of that FFN width. task: english, library, or sums."""
+    `batch_shapes`: (sequences, tokens per sequence), in turn. `widened_from_intermediate`: FFN width before
+    widening.
+    """
 
     name: str
     num_layers: int
@@ -37,9 +38,9 @@ class Recipe:
 
     @property
     def folder_name(self) -> str:
-        """Return a name that changes with any field and the corpus, so that no cached model is stale."""
+        """Return a name that changes with any field and the corpus."""
         fields = asdict(self)
-        fields.pop("task")  # its text says it
+        fields.pop("task")  # implied by its text
         text_of = {"english": corpus.documents, "library": library.documents, "sums": sums.lesson_texts}
         texts = text_of[self.task](64, seed=self.seed)
         content = json.dumps([fields, texts])
@@ -89,7 +90,7 @@ RECIPES = {
 
 
 def cache_folder() -> Path:
-    """Return the cache of made models: `$RLHFSPEC_CACHE/models`, by default `~/.cache/rlhfspec/models`."""
+    """Return `$RLHFSPEC_CACHE/models`, by default `~/.cache/rlhfspec/models`."""
     try:
         return Path(os.environ.get("RLHFSPEC_CACHE", "~/.cache/rlhfspec")).expanduser() / "models"
     except RuntimeError:  # neither HOME nor an entry of this user

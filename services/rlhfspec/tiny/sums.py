@@ -1,11 +1,11 @@
-"""The task of the demo: addition with worked steps, which a person can check by eye. Torch-free.
+"""Torch-free task of the demo: addition with worked steps.
 
     prompt     48+75=
     worked     8+5=13 keep 3 carry 1 left 4+7, 4+7+1=12 keep 23 carry 1, answer 123
     guessed    answer 113
 
-The texts that the start is trained on mostly guess and slip now and then, so the start knows how it is done without
-doing it reliably. Numbers have one to four digits: lengths vary and have a tail."""
+Lessons of the initial model contain guesses and slips, so that it solves sums unreliably.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
 NUM_DIGITS = (1, 2, 3, 4)
-TASK_WEIGHTS = (20, 42, 28, 10)  # how often the data's numbers have so many digits
-LESSON_WEIGHTS = (14, 34, 32, 20)  # and those of the start's lessons: long sums are harder to learn
+TASK_WEIGHTS = (20, 42, 28, 10)  # of the data, by number of digits
+LESSON_WEIGHTS = (14, 34, 32, 20)  # of the lessons: long sums are harder to learn
 GUESSED_SHARE = 0.28  # of the batches of lessons; they are short, so each of their tokens counts for more
 SLIP_RATE = 0.04  # of the steps of a lesson
-_LESSON_SIZE = 100  # of a batch: so many digits and their answers
-GUESS = "answer "  # how one begins
+_LESSON_SIZE = 100  # digits and answers of a batch
+GUESS = "answer "  # how a guess begins
 _ANSWER = re.compile(r"answer (\d+)$")
 _STEP = re.compile(r"\b(\d)\+(\d)(?:\+(1))?=(\d{1,2}) keep (\d)\d* carry ([01])\b")
 
 
 def worked(left: str, right: str, slips: random.Random | None = None) -> str:
-    """Return all steps and the answer. With `slips`, a step may be off by one, and later steps build on it."""
+    """Return all steps and the answer. With `slips`, steps may be off by one."""
     carry, digits, parts = 0, "", []
     for place in reversed(range(len(left))):
         one, other = left[place], right[place]
@@ -52,7 +52,7 @@ def answer(left: str, right: str) -> str:
 
 
 def rows(count: int, seed: int, *, without: Sequence[Mapping[str, str]] = ()) -> list[dict[str, str]]:
-    """Return rows with `prompt` and `answer`. `without`: rows whose prompts are excluded."""
+    """Return rows with `prompt` and `answer`, except prompts of `without`."""
     rng, known = random.Random(seed), {row["prompt"] for row in without}
     pairs = iter(lambda: _pair(rng, rng.choices(NUM_DIGITS, TASK_WEIGHTS)[0]), None)
     found = ({"prompt": f"{left}+{right}=", "answer": answer(left, right)} for left, right in pairs)
@@ -64,7 +64,7 @@ def jsonl(count: int, seed: int, *, without: Sequence[Mapping[str, str]] = ()) -
 
 
 def lessons(*, seed: int) -> Iterator[list[tuple[str, str]]]:
-    """Yield endless batches of (prompt, response), guessed or worked, with numbers of equal length."""
+    """Yield batches of (prompt, response), guessed or worked, with numbers of equal length."""
     rng = random.Random(seed)
     while True:
         num_digits = rng.choices(NUM_DIGITS, LESSON_WEIGHTS)[0]

@@ -1,4 +1,4 @@
-"""Bytes as tokens: ids 0-255 are bytes, then BOS, EOS, PAD and one unused id: 260, a multiple of 4."""
+"""Byte tokenizer: ids 0-255 are bytes, then BOS, EOS, PAD and an unused id, 260 in all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def decode(token_ids: Iterable[int]) -> str:
 
 
 def hugging_face_tokenizer() -> PreTrainedTokenizerFast:
-    """Return the tokenizer that `AutoTokenizer.from_pretrained(folder)` loads; it prepends BOS."""
+    """Return the Hugging Face tokenizer, which prepends BOS."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 

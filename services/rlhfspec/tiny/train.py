@@ -1,4 +1,4 @@
-"""Training of a tiny model on text or sums: one plain loop, a minute or two on two cores."""
+"""Training of a tiny model on text or sums, in minutes on two cores."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def build(recipe: Recipe, *, seed: int) -> LlamaForCausalLM:
 
 
 def train(recipe: Recipe, report: Report) -> LlamaForCausalLM:
-    """Return a trained model with weights exact in bfloat16; one machine makes the same model twice."""
+    """Return a trained model with weights exact in bfloat16, reproducible on one machine."""
     model = build(recipe, seed=recipe.seed)
     batches = _lessons(recipe) if recipe.task == "sums" else _windows(recipe)
     optimizers = _optimizers(model, recipe.learning_rate)

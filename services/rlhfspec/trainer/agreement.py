@@ -1,7 +1,7 @@
-"""The check that an engine generates with the trainer's weights: its log-probs are the trainer's, up to rounding.
+"""Check that an engine generates with the trainer's weights: log-probs agree up to rounding.
 
-The statistic is a step's mean |generator's log-prob - trainer's| over the tokens of the version that the trainer had.
-What rounds most decides how much is allowed."""
+The mean absolute difference over tokens of the trainer's version is limited by the coarsest precision.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def precision_of(spec: Spec) -> str:
 
 
 class Agreement:
-    """Limits of a job's engine and precisions, made once, as settling a job may log."""
+    """Limit for a job's engine and precisions."""
 
     def __init__(self, spec: Spec) -> None:
         self._engine = spec.generation.engine.name
         self._precision = precision_of(spec)
 
     def allow_for_a_restart(self) -> None:
-        """Allow rounding in an exact job: another machine may have trained the versions of its samples."""
+        """Allow rounding in an exact job, as another machine may have trained the samples' versions."""
         if self._precision == "exact":
             self._precision = "float32"
 

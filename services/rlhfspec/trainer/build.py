@@ -111,12 +111,12 @@ def follow(job: RLHFJob) -> None:
 
     with joined(**_meeting(job), device=device) as ranks:
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # rank 0's business, once it is there
+            signal.signal(number, signal.SIG_IGN)  # rank 0 handles them
         leading.follow(Learner.from_spec(job.spec, ranks=ranks, device=device), ranks, send)
 
 
 def _meeting(job: RLHFJob) -> dict[str, Any]:
-    """Return the arguments of the process group; rank 0 is silent while other stages work on a step."""
+    """Return process group arguments. Rank 0 is silent while other stages work on a step."""
     roles = job.spec.roles
     deadline = roles.trainer.deadline_seconds
     return {

@@ -1,4 +1,4 @@
-"""Collection of one step: what has arrived, what is missing, what is trained on. Pure; arrival order has no effect."""
+"""Collection of a step's records: arrived, missing and chosen ones, independent of arrival order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhfspec.messages.records import Demand, Purpose, Sample, Score, ScoringSta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """Contents of a step. `max_demands` 0: every prompt is used, whatever its rewards (no dynamic sampling)."""
+    """Contents of a step. `max_demands` 0: no dynamic sampling."""
 
     job: str
     step: int
@@ -40,17 +40,17 @@ class Chosen:
 
 
 class Collector:
-    """Collector of one step's records; samples of a demand count once this trainer makes it."""
+    """Collector of one step's records. Samples of a demand count once it is made."""
 
     def __init__(self, shape: StepShape) -> None:
         self.shape = shape
         self._samples: dict[str, Sample] = {}
         self._scores: dict[tuple[str, ScoringStage], Score] = {}
         self._asked = [shape.num_prompts]  # prompts, by round
-        self._num_arrived: Counter[str] = Counter()  # of what was asked for
+        self._num_arrived: Counter[str] = Counter()  # of requested records
 
     def add_sample(self, sample: Sample) -> None:
-        """Add a sample. Duplicates of one version have the same tokens, so the first counts."""
+        """Add a sample. The first of duplicates counts, as one version gives equal tokens."""
         if sample.finish_reason == "error":
             raise NumericalError(f"sample {sample.id} was not generated: {sample.error}")
         first = self._samples.setdefault(sample.id, sample)
@@ -72,7 +72,7 @@ class Collector:
         return f"{' and '.join(parts) or 'nothing'} of {self.shape}"
 
     def demand(self) -> Demand | None:
-        """Return a demand for prompts if this complete step has too few groups of differing rewards and may ask."""
+        """Return a demand for prompts if too few groups have differing rewards and rounds are left."""
         assert self.is_complete
         shape, missing = self.shape, self.shape.num_prompts - len(self._informative())
         round = len(self._asked)
@@ -118,7 +118,7 @@ class Collector:
         return sorted(asked_for, key=lambda sample: sample.sort_key)
 
     def _is_asked_for(self, sample_id: str) -> bool:
-        """Return whether a sample belongs to a round asked for, each of which has its own places (`data.order`)."""
+        """Return whether a sample belongs to a requested round."""
         round, offset = divmod(int(sample_id.split("/")[-2]), self.shape.num_prompts)
         return round < len(self._asked) and offset < self._asked[round]
 

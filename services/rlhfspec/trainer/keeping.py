@@ -1,4 +1,4 @@
-"""The run folder without a supervisor: the trainer's process locks it, records the loaded models, and finishes it."""
+"""Run folder without a supervisor: the trainer locks it, records loaded models and finishes it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LoadedModels(Service):
     """Recorder of the loaded models in the manifest."""
 
     def __init__(self, bus: StageBus, folder: RunFolder) -> None:
-        super().__init__("folder", 0, Vitals())  # no process has to hear of it
+        super().__init__("folder", 0, Vitals())  # reported nowhere
         self._bus = bus
         self._folder = folder
 
@@ -46,7 +46,7 @@ class LoadedModels(Service):
 
 
 class KeptFolder:
-    """Run folder held from before the trainer's first write until its process ends."""
+    """Run folder held until the trainer's process ends."""
 
     def __init__(self, job: RLHFJob, folder: RunFolder, bus: StageBus, mirror: Mirror | None = None) -> None:
         self._job = job
@@ -63,7 +63,7 @@ class KeptFolder:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Finish the folder unless the error is temporary, and log the error even if the end cannot be written."""
+        """Finish the folder unless the error is temporary."""
         try:
             if error is None:
                 self._finish(*self._ended())

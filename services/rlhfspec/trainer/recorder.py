@@ -29,7 +29,7 @@ Export = Callable[[dict[str, Any]], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """The trainer's time between two ends of steps; writing a step, with its checkpoint, counts for the next."""
+    """Trainer's time between two step ends. Writing a step and its checkpoint counts for the next."""
 
     began_unix: float
     passed: float
@@ -71,7 +71,7 @@ class RunRecorder:
         self._evaluations: list[Evaluation] = []
 
     def restore(self) -> dict[str, Any] | None:
-        """Return the state of the last checkpoint, if any, and drop lines of later steps."""
+        """Return the last checkpoint's state, if any, and drop lines of later steps."""
         self._checkpoints = CheckpointStore(
             self._folder.checkpoints, keep=self._job.spec.checkpoint.keep, verify=self._verify
         )
@@ -127,12 +127,12 @@ class RunRecorder:
         self._send()
 
     def _send(self) -> None:
-        """Send the folder to its object store, before records that cannot be made again are acknowledged."""
+        """Send the folder to its object store before unrepeatable records are acknowledged."""
         if self._mirror is not None:
             self._mirror.send()
 
     def finish(self, step: int, policy_state: Callable[[], dict[str, Any]]) -> None:
-        """Export the best evaluated checkpoint, or else the policy as it is after `step`."""
+        """Export the best evaluated checkpoint, or else the policy after `step`."""
         if not self._job.spec.checkpoint.export:
             return
         choice = best_or_last(self._folder)
@@ -151,7 +151,7 @@ class RunRecorder:
 
 
 def step_metrics(job: RLHFJob, trained: Trained) -> StepMetrics:
-    """Return a step's line, which is a function of its records in all but the trainer's own time."""
+    """Return a step's metrics, a function of its records and the trainer's time."""
     chosen, samples = trained.chosen, trained.chosen.samples
     seconds = _seconds(trained.time, chosen.all_samples, chosen.all_scores)
     num_generated = sum(len(sample.token_ids) for sample in chosen.all_samples)

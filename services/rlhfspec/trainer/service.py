@@ -1,6 +1,7 @@
-"""The training stage: collect a step, learn from it, publish new weights.
+"""Training stage: collects a step, learns from it and publishes new weights.
 
-A step's records are acknowledged once a checkpoint covers them, so a restarted trainer repeats it to the same bits."""
+Records are acknowledged once a checkpoint covers them, so a restarted trainer repeats steps bit-exactly.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +113,7 @@ class TrainerService(Service):
             self.ended_early = PolicyCollapsed(sign)
 
     async def _hear_of_the_data(self, infos: Inbox[DatasetInfo]) -> bool:
-        """Wait for the number of steps with prompts; return False if asked to stop first."""
+        """Wait for the dataset's info; return False if stopped first."""
         while not self.stopping.is_set():
             with self.vitals.waiting("how many steps the data lasts"):
                 arrived = await self.unless_stopped(infos.pull(max_records=1, timeout_seconds=PULL_SECONDS))
@@ -126,7 +127,7 @@ class TrainerService(Service):
         return False
 
     async def _collected(self, step: int) -> Chosen | None:
-        """Return all records of the step, demands included, or None if the run is to stop."""
+        """Return the step's records, demands included, or None if stopped."""
         collector = self._collector("training", step)
         while await self._complete(collector):
             demand = collector.demand()
@@ -136,7 +137,7 @@ class TrainerService(Service):
         return None
 
     async def _evaluated(self) -> bool:
-        """Evaluate, if due, before these weights are trained further; return False if asked to stop first."""
+        """Evaluate the current weights if due; return False if stopped first."""
         step = self._learner.version
         if not self._is_evaluation_due(step) or self._recorder.is_evaluated(step):
             return True
@@ -155,7 +156,7 @@ class TrainerService(Service):
         return True
 
     async def _complete(self, collector: Collector) -> bool:
-        """Add records of any step until this one is complete; return False if asked to stop first."""
+        """Add records of any step until this one is complete; return False if stopped first."""
         pace = Pace(_LATE_SECONDS, PULL_SECONDS)
         while not collector.is_complete:
             if self.stopping.is_set():
@@ -183,7 +184,6 @@ class TrainerService(Service):
         return step > self._learner.version if purpose == "training" else not self._recorder.is_evaluated(step)
 
     def _is_saved(self, purpose: Purpose, step: int) -> bool:
-        """Return whether a checkpoint covers the step, so that no restarted trainer asks for it."""
         return step <= self._saved_at and (purpose == "training" or self._recorder.is_evaluated(step))
 
     async def _acknowledge_what_is_saved(self) -> None:
@@ -191,7 +191,7 @@ class TrainerService(Service):
             await ack_all(self._held.pop((purpose, step)))
 
     async def _acknowledge_what_is_left(self) -> None:
-        """Acknowledge records of the last steps that a trainer saved and died before it acknowledged them."""
+        """Acknowledge records that an earlier trainer saved but did not acknowledge."""
         for inbox in (self._samples, self._scores):
             while arrived := await inbox.pull(max_records=1024, timeout_seconds=0.0):
                 await ack_all(delivery.held for delivery in arrived)
@@ -224,7 +224,7 @@ class TrainerService(Service):
     async def _train(self, step: int, chosen: Chosen) -> None:
         rollouts = Rollouts.of(chosen.samples, chosen.scores)
         report = await self._work(f"learning from step {step}", self._learner.learn, rollouts)
-        self._agreement.check(step, rollouts, report)  # before the weights that came of it go anywhere
+        self._agreement.check(step, rollouts, report)  # before its weights are published
         weights = await self._work(f"handing out weights version {step}", self._put_weights)
         trained = Trained(
             step=step,
@@ -243,7 +243,7 @@ class TrainerService(Service):
             await self._save()
 
     def _is_checkpoint_due(self, step: int) -> bool:
-        """Return whether a checkpoint is due, also of an evaluated policy, as the best one is kept."""
+        """Return whether a checkpoint is due, also of an evaluated policy, as the best is kept."""
         due = step % self._job.spec.checkpoint.every_steps == 0 or self.is_done
         return due or self._is_evaluation_due(step)
 
@@ -252,7 +252,7 @@ class TrainerService(Service):
         return evaluation is not None and evaluation.is_due(step, self._last_step)
 
     def _put_weights(self) -> list[Weights]:
-        """Store the weights, critic first: it must be there when a sample of this version is scored."""
+        """Store the weights, critic first, as scoring samples of this version needs it."""
         name, version = self._job.metadata.name, self._learner.version
         records = []
         if "critic" in self._stages:
@@ -260,7 +260,7 @@ class TrainerService(Service):
         return [*records, self._weights.put(name, "policy", version, self._learner.policy_state())]
 
     async def _publish_weights(self, records: Sequence[Weights]) -> None:
-        """Publish under ids of this process, so that a restarted trainer's versions are not taken for duplicates."""
+        """Publish under ids of this process, so that a restarted trainer's versions are no duplicates."""
         for record in records:
             await self._bus.publish(replace(record, id=f"{record.id}/{self._start}"))
 

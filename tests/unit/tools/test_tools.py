@@ -55,6 +55,9 @@ PLANTED = {
     "no-room": ("tests/unit/test_core.py", "def test_core() -> None: ...\n", 1, "belongs into tests/TIER/ROOM"),
     "as-if-a-person": ("services/rlhfspec/cli/start.py", "# a process who waits\n", 1, "who: name the program"),
     "nobody": ("services/rlhfspec/cli/start.py", "\nwaits = 'for nobody'\n", 2, "nobody: name the program"),
+    "riddle": (CORE, '"""Of one layer."""\n', 1, "a sentence begins with Of"),
+    "riddle-in-a-page": ("docs/job.md", "# What it is\n\nIt runs. What it runs is a job.\n", 3, "begins with What"),
+    "long-documents": ("docs/job.md", "word " * 44_001, 1, "the documents have 44,0"),
     "dead-link": ("docs/job.md", "\n[it](nowhere.md#there)\n", 2, "nowhere.md does not exist"),
     "no-target": ("docs/job.md", "# Job\n\n`make tests`\n", 3, "make tests is no target"),
     "no-command": ("docs/job.md", "\n```bash\nrlhfspec rum job.yaml\n```\n", 3, "no command rlhfspec rum"),
@@ -81,7 +84,7 @@ PLANTED = {
 }  # fmt: skip
 
 
-TOLD_AT = {"in-two-roots": "libs/rlhfspec/engine", "no-init": "libs/rlhfspec/engine/links"}
+TOLD_AT = {"long-documents": "docs", "in-two-roots": "libs/rlhfspec/engine", "no-init": "libs/rlhfspec/engine/links"}
 
 
 @pytest.mark.parametrize("plant", PLANTED)

@@ -1,4 +1,4 @@
-"""The promises that the benchmarks hold themselves to. Pure: results in, bars out; where modes did not run, none.
+"""Performance bars of the benchmarks, computed from results. Modes that did not run have none.
 
 Example:
     >>> from rlhfspec.bench.generating.results import Results, ResultRow
@@ -11,7 +11,7 @@ Example:
     >>> [bar.holds for bar in found if bar.name == "adaptive / plain"]
     [False]
 
-Example: moves took a stage from 6 s to 4.5, where one that knew all lengths took 4.
+Example: moves cut a stage from 6 s to 4.5 s, where known lengths reach 4 s.
     >>> from rlhfspec.bench.moving.rebalancing.results import StageResult, StageRun
     >>> run = lambda arm, seconds: StageRun(arm=arm, seconds=seconds, ends=(seconds, 1.0))
     >>> runs = {"dealt": (run("dealt", 6.0),), "ours": (run("ours", 4.5),), "clairvoyant": (run("clairvoyant", 4.0),)}
@@ -23,7 +23,7 @@ Example: moves took a stage from 6 s to 4.5, where one that knew all lengths too
     >>> [(bar.name, bar.holds) for bar in bars_of_rebalance([row])]
     [('dealt / ours', True), ('share of dealt - clairvoyant closed', True)]
 
-Example: a pause of a step of 10 ms and 3 ms more is within what is promised over shared memory.
+Example: a pause of a 10 ms step and 3 ms more is within the bar over shared memory.
     >>> from rlhfspec.bench.moving.migrating.results import Moment
     >>> move = Moment(pause=0.013, gap=0.02, seconds=0.02, num_bytes=4_700_000, cpu=0.0015,
     ...               engine_cpu=0.001, held=0.001, step=0.01)
@@ -71,11 +71,11 @@ ON_PRETRAINED = {
 ELSEWHERE_ON_PRETRAINED = 0.98
 
 TIMES_TRL = 2.0  # a whole step's speed over TRL's
-LEAST_GAIN, LEAST_CLOSED, MOST_HARM = 1.25, 0.65, 1.03  # of moves, where they must pay and elsewhere
+LEAST_GAIN, LEAST_CLOSED, MOST_HARM = 1.25, 0.65, 1.03  # of moves: the first two where they must pay
 MORE_THAN_A_STEP = {"shm": 0.005, "tcp": 0.008}  # seconds that a pause may take beyond one step of the destination
-MOST_CPU = {"shm": 0.002, "tcp": 0.004}  # of both ends, a move of 4.7 MB
+MOST_CPU = {"shm": 0.002, "tcp": 0.004}  # seconds of both ends for a move of 4.7 MB
 CPU_TOKENS = 1024  # where the 77M model has 4.7 MB
-TIMES_SHORTER = {512: 10.0, 1024: 20.0}  # than computing the KV again, the gap
+TIMES_SHORTER = {512: 10.0, 1024: 20.0}  # a move's gap than that of computing the KV again
 
 
 # -- generate: modes of decoding -------------------------------------------------------------------------------------
@@ -143,8 +143,7 @@ def _selector_share(results: Results, num_threads: int, scenario: str) -> Iterat
 
 
 def _equality(results: Results, num_threads: int, scenario: str) -> Iterator[Bar]:
-    """Yield the promise that every mode of ours gave the same tokens and the same bits of log-probs, repetition by
-    repetition."""
+    """Yield the bar that all modes gave the same tokens and log-prob bits in each repetition."""
     rows = [row for row in results.rows if (row.num_threads, row.scenario) == (num_threads, scenario) and row.digests]
     if len(rows) > 1:
         yield _same(num_threads, scenario, "same tokens and log-probs in every mode", rows)
@@ -184,7 +183,8 @@ def _at_least(num_threads: int, scenario: str, name: str, found: Ratio, wanted: 
 
 
 def bars_of_step(rows: Iterable[StepRow], num_threads: int) -> tuple[Bar, ...]:
-    """
+    """Return the bars of a training step against TRL.
+
     >>> from rlhfspec.bench.stepping.results import Step
     >>> row = lambda mode, seconds: StepRow.of(mode, [Step(seconds=seconds, by_stage={}, num_tokens=1)])
     >>> [(bar.name, bar.found, bar.holds) for bar in bars_of_step([row("trl", 4.0), row("plain", 1.6)], 2)]

@@ -1,10 +1,10 @@
-"""What a link costs: seconds and CPU of both ends, range by range, against a plain copy and a plain socket.
+"""Cost of a link in seconds and CPU of both ends, by range, next to a plain copy and a plain socket.
 
     python -m rlhfspec.bench.links --kinds memory shm tcp --sizes 65536 4194304
 
-Two processes; the source copies each range into the link's room, as an engine packs it, and the destination copies it
-out, as an engine unpacks it. A range's time is from the begin of packing until the source knows that it was unpacked.
-CPU is of all threads of both processes. Kinds take turns, medians are of all rounds.
+The source process copies each range into the link's room, and the destination process copies it out. A range's time
+lasts until the source knows that it was unpacked. CPU is of all threads of both processes. Kinds take turns; figures
+are medians of all rounds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rlhfspec.moves.migration.links.frames import read_into
 from rlhfspec.moves.migration.links.opening import make_landing, open_sending
 
 TLS = "tls"  # tcp with credentials
-COPY, SOCKET = "copy", "socket"  # what others are compared to: two copies in one thread; one TCP connection, no more
+COPY, SOCKET = "copy", "socket"  # baselines: two copies in one thread; a bare TCP connection
 _SECONDS = 30.0
 _ROLE = "generator"
 UInt8s = npt.NDArray[np.uint8]
@@ -41,7 +41,7 @@ class LinkCost:
     kind: str
     num_bytes: int
     seconds: float  # of a range, median
-    cpu_seconds: float  # of a range, both ends, mean
+    cpu_seconds: float  # of a range, both ends, median
     rounds: int
 
     @property
@@ -54,7 +54,7 @@ class LinkCost:
 
 
 def measure(kinds: Sequence[str], sizes: Sequence[int], *, rounds: int, ranges: int = 10) -> list[LinkCost]:
-    """Measure `rounds` of `ranges` each; the kinds take turns."""
+    """Measure each kind at each size over `rounds` of `ranges`; the kinds take turns."""
     costs = []
     for num_bytes in sizes:
         with ExitStack() as opened:
@@ -64,7 +64,7 @@ def measure(kinds: Sequence[str], sizes: Sequence[int], *, rounds: int, ranges: 
             for round_ in range(rounds + 1):
                 for kind, end in ends.items():
                     elapsed, used = end(ranges)
-                    if round_:  # the first one touches the pages
+                    if round_:  # the first round touches the pages
                         seconds[kind] += elapsed
                         cpu[kind].append(used / ranges)
         costs += [
@@ -137,7 +137,7 @@ def _in_this_process(kind: str, ours: UInt8s) -> Iterator[Callable[[str], None]]
 
 @contextmanager
 def _sending(kind: str, ours: UInt8s, control: Connection, folder: Path) -> Iterator[Callable[[str], None]]:
-    """Yield what sends. `control`: the destination says where it is, then acknowledges each range."""
+    """Yield a function that sends a range and waits for the destination's reply on `control`."""
     offer = control.recv()
     if kind == SOCKET:
         with socket.create_connection(("127.0.0.1", offer)) as connection:
@@ -169,7 +169,7 @@ def _asked(control: Connection, question: None) -> float:
 
 
 def _destination(kind: str, num_bytes: int, control: Connection, folder: Path) -> None:
-    """Run as a process. Of each key: unpack its range, and acknowledge; of None: tell how much CPU it used so far."""
+    """Run the destination process: unpack the range of each key; answer None with the CPU seconds so far."""
     theirs = np.zeros(num_bytes, np.uint8)
     with ExitStack() as opened:
         listening = _listening(theirs, control) if kind == SOCKET else _landing(kind, theirs, control, folder)

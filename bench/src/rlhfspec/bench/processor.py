@@ -1,4 +1,4 @@
-"""What the figures were measured on.
+"""Description of the processor that figures were measured on.
 
 Example:
     >>> processor(arithmetic="amx").has_fast_bfloat16, processor(arithmetic="fma").has_fast_bfloat16
@@ -25,7 +25,7 @@ class Processor:
 
     @property
     def has_fast_bfloat16(self) -> bool:
-        """Return whether the CPU multiplies bfloat16 faster than float32. The bars of the benchmark depend on it."""
+        """Return whether bfloat16 multiplies faster than float32; the bars depend on it."""
         return self.arithmetic in ("amx", "dpbf16")
 
 

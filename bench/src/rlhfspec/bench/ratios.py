@@ -1,10 +1,10 @@
-"""How much faster one mode is than others, judged fairly: paired within repetitions, and without picking afterwards.
+"""Speed ratios of modes, paired within repetitions and without picking the luckiest.
 
-Repetitions are interleaved, so what slows the machine slows all modes of a repetition alike: a ratio is taken within
-each, and their geometric mean is what counts. The best of many strategies by its own measurements is partly the
-luckiest one. So for every repetition the best is chosen on the *other* repetitions, and judged on this one.
+Repetitions are interleaved, so noise slows all modes of one alike; ratios are taken within each, and their geometric
+mean counts. The best of many strategies by its own measurements is partly the luckiest. It is therefore chosen on the
+*other* repetitions, and judged on this one.
 
-Example: two strategies that take turns in being lucky.
+Example: two strategies that are lucky in turn.
     >>> ours, lucky, unlucky = (100.0, 100.0), (120.0, 80.0), (80.0, 120.0)
     >>> paired(ours, lucky).value < 1.03
     True
@@ -25,7 +25,7 @@ _NUM_RESAMPLES = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """Hold the geometric mean over repetitions; low and high: its 95 % interval, by resampling the repetitions."""
+    """Geometric mean over repetitions, with its 95 % interval from resampling them."""
 
     value: float
     low: float
@@ -37,7 +37,7 @@ class Ratio:
 
 
 def paired(ours: Sequence[float], other: Sequence[float], *, against: str = "") -> Ratio:
-    """Compare repetition by repetition; a mode may lack the last ones when time ran out."""
+    """Compare repetition by repetition; a mode may lack the last ones."""
     logs = [math.log(a / b) for a, b in zip(ours, other, strict=False)]
     dice = random.Random(0)
     means = sorted(statistics.fmean(dice.choices(logs, k=len(logs))) for _ in range(_NUM_RESAMPLES))
@@ -46,7 +46,7 @@ def paired(ours: Sequence[float], other: Sequence[float], *, against: str = "") 
 
 
 def against_best(ours: Sequence[float], others: Mapping[str, Sequence[float]]) -> Ratio:
-    """Compare with the best of `others`, chosen for each repetition on all the others (of a single one, on itself)."""
+    """Compare with the best of `others`, chosen for each repetition on all others (a single one on itself)."""
     size = min(len(ours), *(len(speeds) for speeds in others.values()))
     chosen = []
     for left_out in range(size):

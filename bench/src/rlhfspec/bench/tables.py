@@ -1,4 +1,4 @@
-"""What the tables of all benchmarks have in common."""
+"""Tables shared by all benchmarks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhfspec.bench.generating.results import Bar, BenchResults
 
 
 def table_of(title: str, columns: Iterable[str], *, left: Sequence[str] = ()) -> Table:
-    """Return a table with numbers set to the right; `left`: the columns that hold words.
+    """Return a table with columns aligned right, except those in `left`.
 
     >>> [(column.header, column.justify) for column in table_of("speed", ("mode", "tokens/s"), left=("mode",)).columns]
     [('mode', 'left'), ('tokens/s', 'right')]
@@ -23,7 +23,7 @@ def table_of(title: str, columns: Iterable[str], *, left: Sequence[str] = ()) ->
 
 
 def ending(results: BenchResults) -> list[Table | Text]:
-    """Return the promises, and what was left out."""
+    """Return the table of bars, and a line for each skipped mode."""
     return [*([_bars(results.bars)] if results.bars else ()),
             *(Text(f"left out: {line}", style="yellow") for line in results.skipped)]  # fmt: skip
 

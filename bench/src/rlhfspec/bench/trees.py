@@ -1,8 +1,7 @@
-"""What trees and the global budget are worth: tokens per verification at the same number of verified nodes.
+"""Benefit of trees and the global budget: tokens per verification at the same number of verified nodes.
 
-A chain spends n nodes on every sequence alike. A global budget drafts more than it verifies and gives the n nodes a
-sequence, on average, to the most promising ones of the whole batch. No clock is involved, so the figures are the same
-on a busy machine.
+A chain spends n nodes on every sequence. A global budget drafts more than it verifies, and verifies the most promising
+nodes of the batch, n per sequence on average. No clock is involved, so a busy machine does not matter.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ COUNTED_RUNS = 3  # each with its own seeds; one alone swings by two percent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeGain:
-    """Hold what a tree gains at `num_nodes` verified nodes a sequence. `tree`: the better of the shapes tried."""
+    """Gain of the best `tree` shape at `num_nodes` verified nodes per sequence."""
 
     num_nodes: int
     chain_tokens: float  # per verification
@@ -77,7 +76,7 @@ def _gain(engine: Any, scenario: BenchScenario, num_nodes: int) -> TreeGain:
 
 
 def tokens_per_verification(engine: Any, scenario: BenchScenario, plan: DraftPlan) -> float:
-    """Return the mean over some runs, after one that lets the acceptance model learn."""
+    """Return the mean over some runs, after one that trains the acceptance model."""
     speculation = engine.speculation
     engine.set_speculation(plan)
     speculation.selector = FixedSelector(plan, acceptance=speculation.acceptance)

@@ -1,4 +1,4 @@
-"""A benchmark process as seen from outside: started once, asked for one repetition at a time.
+"""Client of a benchmark process, which starts once and runs one repetition per request.
 
 Example:
     >>> with Worker.start([sys.executable, "-c", "input(); print('{}')"], num_threads=1) as worker:
@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-# Every process gets the same kindness: glibc otherwise gives large activations back after each operation,
+# The same for every process: glibc otherwise returns large activations to the system after each operation,
 # which makes forwards up to 1.7 times slower at random.
 MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
@@ -30,7 +30,7 @@ RIVALS = Path(__file__).parent / "rivals"
 
 
 class WorkerFailed(RuntimeError):
-    """Say that a worker answered with an error or died; carries the end of what it printed."""
+    """Raised when a worker answers with an error or dies; carries the end of its output."""
 
 
 class Worker:
@@ -41,8 +41,7 @@ class Worker:
 
     @classmethod
     def start(cls, command: list[str], *, num_threads: int, patience_seconds: float = 900.0) -> Worker:
-        """Start one. `patience_seconds`: a worker that takes longer over one request is ended, and the request
-        fails."""
+        """Start a worker, which is killed if it takes longer than `patience_seconds` over a request."""
         log = tempfile.TemporaryFile("w+")  # noqa: SIM115  it lives as long as the process
         process = subprocess.Popen(
             command,
@@ -51,7 +50,7 @@ class Worker:
             stderr=log,
             text=True,
             env=os.environ | environment(num_threads),
-            start_new_session=True,  # Ctrl-C reaches us alone; we end the workers
+            start_new_session=True,  # Ctrl-C reaches only the parent, which ends workers
         )
         return cls(process, log, patience_seconds)
 
@@ -66,8 +65,7 @@ class Worker:
             deadline.cancel()
 
     def send(self, request: str, **arguments: Any) -> None:
-        """Send a request to a worker that speaks of its own accord; that it is dead is noticed when its answer is
-        received."""
+        """Send a request without waiting; a dead worker is noticed in `receive`."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps({request: arguments}), file=self._process.stdin, flush=True)
@@ -84,9 +82,9 @@ class Worker:
         return answer
 
     def close_input(self) -> None:
-        """End the worker, once it is done with what it was asked; its last lines can still be received."""
+        """Close the input, which ends the worker once it is done; its last lines can still be received."""
         if self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # what was not sent to a dead worker is lost with it
+            with contextlib.suppress(BrokenPipeError):  # requests unsent to a dead worker are lost
                 self._process.stdin.close()
 
     def close(self) -> None:
@@ -115,8 +113,7 @@ class Worker:
 
 
 def environment(num_threads: int) -> dict[str, str]:
-    """Return threads and memory of a worker. All workers of a thread count share the same cores, one after the
-    other."""
+    """Return environment variables of a worker. Workers of a thread count share the same cores, in turn."""
     cores = sorted(os.sched_getaffinity(0))[:num_threads]
     return MALLOC | {
         "OMP_NUM_THREADS": str(num_threads),

@@ -1,1 +1,1 @@
-"""Moves and pipelines simulated on the plans that production runs: `rlhfspec simulate`."""
+"""Simulator of moves and pipelines on the plans that production runs: `rlhfspec simulate`."""

@@ -1,8 +1,7 @@
-"""A run's samples, as its traces tell them, turned into what the simulator needs: a curve, prefill and lengths.
+"""Fit of a step curve, prefill cost and lengths to the traces of a run.
 
-While a sample of L tokens is generated, every one of its L steps takes t0 + c * (how many run beside it); what new
-prompts cost its generator meanwhile comes on top. So its seconds are linear in t0, c and seconds a prompt token, with
-numbers that follow from when all samples began and ended.
+Each step of a sample takes t0 + c * (samples running beside it), plus the prefill of new prompts. A sample's seconds
+are thus linear in t0, c and seconds per prompt token, with coefficients known from all start and end times.
 
 Example:
     >>> scenario = Scenario(num_generators=2, curve=StepCurve.affine(step_seconds=4e-3, sequence_seconds=1e-3))
@@ -25,13 +24,13 @@ from rlhfspec.simulator.scenario import NANOSECONDS, Scenario
 from rlhfspec.simulator.simulator import simulate
 from rlhfspec.simulator.step_curves import StepCurve
 
-_FEWEST = 16  # samples that say something
-_MOST = 8192  # of the newest
+_FEWEST = 16  # samples needed for a fit
+_MOST = 8192  # newest samples used
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """Hold a sample of a run, or the part of it that one generator made. Seconds on any one clock."""
+    """Sample of a run, or the part made by one generator. Times are seconds of any one clock."""
 
     sample: str
     generator: str
@@ -48,7 +47,7 @@ class Calibration:
     step_seconds: float
     sequence_seconds: float
     prefill_seconds: float  # a prompt token
-    error: float  # median of |what the curve says / what was measured - 1| over samples
+    error: float  # median over samples of |predicted / measured - 1|
     num_samples: int
 
     @property
@@ -59,7 +58,7 @@ class Calibration:
 
 
 def calibrate(samples: Sequence[Ran]) -> Calibration:
-    """Return the least squares of what was measured; no cost is negative."""
+    """Fit the curve to the samples by least squares, without negative costs."""
     told = [sample for sample in samples if sample.num_tokens > 1 and sample.ended > sample.began][-_MOST:]
     if len(told) < _FEWEST:
         raise InvalidRequest("calibrate", len(told), f"needs traces of at least {_FEWEST} generated samples")
@@ -77,7 +76,7 @@ def calibrate(samples: Sequence[Ran]) -> Calibration:
 
 
 def _not_negative(design: Floats) -> Floats:
-    """Return the least squares of `design @ x = 1` with x >= 0: of three numbers, one that is negative is left out."""
+    """Return the least squares of `design @ x = 1`, leaving out unknowns until x >= 0."""
     kept = list(range(design.shape[1]))
     while kept:
         solved, *_ = np.linalg.lstsq(design[:, kept], np.ones(len(design)), rcond=None)
@@ -90,10 +89,9 @@ def _not_negative(design: Floats) -> Floats:
 
 
 def _tokens_beside(samples: Sequence[Ran]) -> Floats:
-    """Return [S]: tokens that its generator made while it ran, its own included: the sum of how many ran in each of its
-    steps.
+    """Return [S]: tokens that the sample's generator made while it ran, its own included.
 
-    Two that overlap shared as many steps as the one that is covered more made in that time.
+    Overlapping samples share the steps that the more covered one made in the overlap.
     """
     found = np.zeros(len(samples))
     for members in _of_generators(samples).values():
@@ -109,7 +107,7 @@ def _tokens_beside(samples: Sequence[Ran]) -> Floats:
 
 
 def _prompt_tokens_beside(samples: Sequence[Ran]) -> Floats:
-    """Return [S]: tokens of prompts that its generator took up while it ran, its own included; a shared prefix once."""
+    """Return [S]: prompt tokens that the sample's generator prefilled meanwhile, shared prefixes once."""
     found = np.zeros(len(samples))
     for members in _of_generators(samples).values():
         firsts: dict[tuple[int, str], tuple[float, int]] = {}
@@ -134,7 +132,7 @@ def _of_generators(samples: Sequence[Ran]) -> dict[str, list[int]]:
 
 
 def as_spans(scenario: Scenario, work: Workload) -> list[Ran]:
-    """Return what a run of the scenario, dealt and unmoved, would have written: to prove the fit with."""
+    """Return the samples that a dealt, unmoved run of the scenario would record, to test the fit."""
     outcome = simulate(scenario, work)
     rows = zip(work.prompts, work.lengths, work.prompt_tokens, outcome.ended, outcome.ended_on, strict=True)
     return [
@@ -153,7 +151,7 @@ def as_spans(scenario: Scenario, work: Workload) -> list[Ran]:
 
 
 def workload_of(samples: Sequence[Ran], *, num_generators: int, seed: int) -> Workload:
-    """Return prompts with all their samples, drawn from the run's, dealt in turn; as many as its last step had."""
+    """Draw as many of a run's prompts, with all samples, as its last step had, and deal them in turn."""
     prompts: dict[tuple[int, str], list[Ran]] = {}
     for sample in _whole(samples):
         if sample.num_tokens:
@@ -175,7 +173,7 @@ def workload_of(samples: Sequence[Ran], *, num_generators: int, seed: int) -> Wo
 
 
 def _whole(samples: Sequence[Ran]) -> Iterable[Ran]:
-    """Yield samples as long as all their parts together."""
+    """Return the samples with their parts merged."""
     found: dict[str, Ran] = {}
     for part in samples:
         rest = found.get(part.sample)

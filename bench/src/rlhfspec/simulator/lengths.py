@@ -1,6 +1,6 @@
-"""What is to be generated: how long each response will be, which prompt it answers, and where it is dealt.
+"""Workloads of the simulator: response lengths, their prompts, and the generators they are dealt to.
 
-Lengths are lognormal, as responses are; `correlation` is that of the log lengths of one prompt's samples.
+Lengths are lognormal, as responses are; `correlation` is between log lengths of one prompt's samples.
 
 Example:
     >>> work = workload("groups", num_generators=2, per_generator=32, seed=2)
@@ -25,7 +25,7 @@ Kind = Literal["independent", "groups", "skew", "adversarial"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Hold a stage's sequences [S]. Only the clairvoyant sees `lengths` before a sequence has ended."""
+    """Sequences [S] of a stage. Only the clairvoyant reads `lengths` before a sequence has ended."""
 
     lengths: Ints  # tokens of the response, >= 1
     prompt_tokens: Ints
@@ -40,8 +40,6 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthShape:
-    """Describe a distribution of lengths and prompts."""
-
     median: float = 128.0
     sigma: float = 1.0
     limit: int = 960
@@ -54,9 +52,11 @@ class LengthShape:
 def workload(
     kind: str, *, num_generators: int, per_generator: int, seed: int, shape: LengthShape = LengthShape()
 ) -> Workload:
-    """Draw a stage's work. `independent`: lengths have nothing to do with each other. `groups`: those of a prompt are
-    alike, and a prompt's samples are dealt together. `skew`: independent, and the longer ones are dealt to the first
-    half of the generators. `adversarial`: what has ended says nothing of what goes on."""
+    """Draw the work of a stage.
+
+    `groups` makes a prompt's lengths alike and deals its samples together. `skew` deals the longer half to the first
+    half of the generators. In `adversarial`, ended lengths predict nothing.
+    """
     if kind not in get_args(Kind):
         kinds = get_args(Kind)
         reason = f"must be one of {', '.join(kinds)}, or a run's folder{did_you_mean(kind, kinds)}"
@@ -83,7 +83,7 @@ def workload(
 
 
 def dealt_by(work: Workload, kind: str, num_generators: int) -> Workload:
-    """Deal the work. `skew`: the longer half to the first half of the generators; else whole prompts in turn."""
+    """Deal whole prompts in turn or, for `skew`, the longer half to the first half of the generators."""
     if kind != "skew":
         return replace(work, dealt=work.prompts % num_generators)
     rank = np.empty(work.num_sequences, dtype=np.int64)
@@ -94,8 +94,10 @@ def dealt_by(work: Workload, kind: str, num_generators: int) -> Workload:
 
 
 def _adversarial(random: np.random.Generator, count: int, shape: LengthShape) -> Floats:
-    """Draw lengths against what learns from what has ended: nine of ten end within a tenth of the limit and teach that
-    all do, then the rest go on to some length between, and every tenth of these to the limit."""
+    """Draw lengths that mislead predictions from ended ones.
+
+    Nine of ten end within a tenth of the limit, the rest anywhere up to it, every tenth of these at it.
+    """
     shares = random.random(count)
     lengths = random.uniform(1, shape.limit / 10, count)
     late = shares > 0.9

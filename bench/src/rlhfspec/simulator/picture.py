@@ -1,4 +1,4 @@
-"""How pictures are drawn into files. matplotlib is imported when one is drawn."""
+"""Drawing of figures into files. matplotlib is imported on use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @contextmanager
 def drawn(path: Path, *, dpi: int = 130, **figure: Any) -> Iterator[Any]:
-    """Yield a figure to draw on; it is written when the block ends. `figure`: as pyplot takes it."""
+    """Yield a figure, created with pyplot arguments, and write it to `path` when the block ends."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,7 +1,7 @@
-"""What moves where, in the simulator: ours, which is `plan()` as in production, and rules of others to compare with.
+"""Policies of the simulator: `ours`, the `plan()` of production, and published rules to compare with.
 
-Each takes a `FleetSnapshot` and says which of its sequences go where. The others' rules are ours to write, after what
-was published of them; they move the sequence that has the shortest context, because that is the cheapest.
+Each maps a `FleetSnapshot` to sequences and their destinations. Published rules move the sequence with the shortest
+context, which is the cheapest.
 
 Example:
     >>> from rlhfspec.simulator.simulator import PRESETS, Scenario, simulate, workload
@@ -34,8 +34,7 @@ POLICY_NAMES: tuple[str, ...] = get_args(Name)
 def policy_named(
     name: str, work: Workload, *, history: Ints | None = None, settings: PlannerSettings = STANDARD
 ) -> Policy | None:
-    """Return a policy. `history`: lengths of an earlier step, which ours learnt from. `ours-knowing` is told every true
-    length."""
+    """Return a policy; `ours` first learns from `history`, the lengths of an earlier step."""
     policy_known(name)
     if name == "none":
         return None
@@ -48,7 +47,7 @@ def policy_named(
 
 
 def policy_known(name: str) -> None:
-    """Raises InvalidRequest, with the nearest name."""
+    """Raise InvalidRequest with the nearest name if the policy is unknown."""
     if name not in POLICY_NAMES:
         reason = f"must be one of {', '.join(POLICY_NAMES)}{did_you_mean(name, POLICY_NAMES)}"
         raise InvalidRequest("policy", name, reason)
@@ -56,7 +55,7 @@ def policy_known(name: str) -> None:
 
 @dataclass(slots=True)
 class Ours:
-    """Run `plan()`, with what remains by survival of the lengths seen so far."""
+    """Policy that runs `plan()` with remaining lengths estimated from those seen so far."""
 
     work: Workload
     settings: PlannerSettings = STANDARD
@@ -67,7 +66,7 @@ class Ours:
         self.residual = Residual()
 
     def learn(self, lengths: Ints) -> None:
-        for length in lengths[-4096:].tolist():  # as many as it keeps
+        for length in lengths[-4096:].tolist():  # the most that `Residual` keeps
             self.residual.learn(length, is_censored=length >= self.work.limit)
 
     def __call__(self, snapshot: FleetSnapshot, now: float) -> tuple[Ints, Ints]:
@@ -103,8 +102,7 @@ class Ours:
 
 
 def threshold(snapshot: FleetSnapshot, now: float) -> tuple[Ints, Ints]:
-    """Move in Llumnix's manner: a generator with little freeness (free rows for each sequence) sends one to one with
-    much."""
+    """Move one sequence from each generator with few free rows per sequence to one with many, as Llumnix does."""
     have = _have(snapshot)
     freeness = snapshot.free_rows / np.maximum(have, 1)
     rows = have + snapshot.free_rows
@@ -120,8 +118,7 @@ def threshold(snapshot: FleetSnapshot, now: float) -> tuple[Ints, Ints]:
 
 
 def knee(snapshot: FleetSnapshot, now: float) -> tuple[Ints, Ints]:
-    """Move what is above the knee of the throughput curve (2 t0 / c: two thirds of the most tokens a second) to
-    generators that are below it."""
+    """Move sequences above the knee of throughput (2 t0 / c, two thirds of its peak) to generators below it."""
     have = _have(snapshot)
     with np.errstate(divide="ignore"):
         most = 2 * snapshot.step_seconds / snapshot.sequence_seconds
@@ -131,7 +128,7 @@ def knee(snapshot: FleetSnapshot, now: float) -> tuple[Ints, Ints]:
 
 
 def counts(snapshot: FleetSnapshot, now: float) -> tuple[Ints, Ints]:
-    """Put as many sequences everywhere."""
+    """Equalize the number of sequences on all generators."""
     have, takes = _have(snapshot), _may_take(snapshot) | (_have(snapshot) > 0)
     mean, extra = divmod(int(have.sum()), max(int(takes.sum()), 1))
     target = np.where(takes, mean, 0)
@@ -150,7 +147,7 @@ def _may_take(snapshot: FleetSnapshot) -> BoolArray:
 
 
 def _levelled(snapshot: FleetSnapshot, surplus: Ints, lack: Ints, have: Ints) -> tuple[Ints, Ints]:
-    """Move from the fullest to the emptiest, as many as both sides allow."""
+    """Move sequences from the fullest to the emptiest generators, as many as both allow."""
     emptiest = np.argsort(have, kind="stable")
     destinations = np.repeat(emptiest, lack[emptiest])
     fullest = np.argsort(-have, kind="stable")
@@ -161,10 +158,10 @@ def _levelled(snapshot: FleetSnapshot, surplus: Ints, lack: Ints, have: Ints) ->
 
 
 def _matched(snapshot: FleetSnapshot, wanted: Ints, sources: Ints, destinations: Ints) -> tuple[Ints, Ints]:
-    """Return, of each source, the sequences with the shortest contexts, one for each time it is named."""
+    """Return each source's sequences with the shortest contexts, one per mention, and their destinations."""
     order = np.lexsort((snapshot.held, snapshot.is_moving, snapshot.generator))
     starts = np.searchsorted(snapshot.generator, np.arange(len(wanted)))
-    rank = np.arange(len(order)) - starts[snapshot.generator]  # in `order`, generators come in the same places
+    rank = np.arange(len(order)) - starts[snapshot.generator]  # sorting leaves generators in place
     movable = ~snapshot.is_moving[order]
     chosen = order[(rank < wanted[snapshot.generator]) & movable]
     by_source = np.argsort(sources, kind="stable")

@@ -1,4 +1,4 @@
-"""What no planner can beat, or hardly: a stage planned with true lengths, and work shared without end.
+"""Bounds for planners: a stage planned with true lengths, and ideally shared work.
 
 Example:
     >>> from rlhfspec.simulator.simulator import PRESETS, Scenario, simulate, workload
@@ -20,15 +20,15 @@ from rlhfspec.simulator.policies import policy_named
 from rlhfspec.simulator.scenario import Scenario
 from rlhfspec.simulator.simulator import simulate
 
-_MOST_CELLS = 300_000_000  # generators x sequences that a clairvoyant looks at
+_MOST_CELLS = 300_000_000  # generators x sequences of a clairvoyant
 _MOST_EXCHANGES = 2_000
 
 
 def ideal_sharing_seconds(scenario: Scenario, work: Workload) -> float:
-    """Return the seconds as if at every token all generators had equally many, without knowing which go on: the sum
-    over token index e of step(ceil(alive(e) / N)), and the prefill of prompts as they are dealt, shared as well.
+    """Return the seconds with sequences spread evenly over all generators at every token.
 
-    nan: rows are too few for all, or machines differ.
+    They are the sum over token index e of step(ceil(alive(e) / N)), plus an equal share of the prefill. Returns nan if
+    rows are too few for all or machines differ.
     """
     count = scenario.num_generators
     if work.num_sequences > count * scenario.rows or scenario.slowness:
@@ -48,12 +48,10 @@ def _prompt_tokens(scenario: Scenario, work: Workload) -> int:
 
 
 def clairvoyant_seconds(scenario: Scenario, work: Workload) -> float:
-    """Return the best schedule found with every length known. An upper bound of the best there is; nan: too large to
-    look at.
+    """Return the seconds of the best schedule found with all lengths known, or nan if too large.
 
-    The longest go first to wherever they make the latest end earliest, then exchanges with the latest; the same on
-    fewer engines of each host; pulled with the longest first; moved by `plan()` that knows all. Each is simulated,
-    prefill included.
+    Candidates are simulated: longest first with improvements, on all or fewer engines per host; pulling longest first;
+    and `plan()` with true lengths. Their least is an upper bound of the optimum.
     """
     if scenario.num_generators * work.num_sequences > _MOST_CELLS:
         return float("nan")
@@ -70,7 +68,7 @@ def clairvoyant_seconds(scenario: Scenario, work: Workload) -> float:
 
 
 def assign(scenario: Scenario, work: Workload, *, engines_used: int) -> Ints:
-    """Return [S] generators, with all lengths known; `engines_used` of each host."""
+    """Return [S] generators, assigned with all lengths known, on `engines_used` of each host."""
     busy = 1.0 if scenario.engines_per_host > 1 and engines_used > 1 else 0.0
     per_generator = -(-work.num_sequences // scenario.num_generators)
     t0, c = scenario.curve.fitted(max(min(2 * per_generator, scenario.rows), 2), busy_share=busy)
@@ -87,7 +85,7 @@ def assign(scenario: Scenario, work: Workload, *, engines_used: int) -> Ints:
 
 
 class _Assignment:
-    """Hold which is where, and when each is done: F = t0 * longest + c * sum + prefill."""
+    """Assignment of sequences to generators, each done at t0 * longest + c * sum + prefill."""
 
     def __init__(self, scenario: Scenario, work: Workload, t0: Floats, c: Floats) -> None:
         self.scenario, self.work, self.t0, self.c = scenario, work, t0, c
@@ -108,7 +106,7 @@ class _Assignment:
         return np.asarray(self.t0 * longest + self.c * (self.total + length) + self.prefill + self._prompt(sequence))
 
     def _prompt(self, sequence: int) -> Floats:
-        """Return [N]: seconds of prefill that it would bring."""
+        """Return [N]: the prefill seconds that the sequence would add."""
         is_new = self.has[:, self.work.prompts[sequence]] == 0
         seconds = self.work.prompt_tokens[sequence] * self.scenario.prefill_seconds
         return np.asarray(is_new * seconds if self.scenario.shares_prefixes else np.full(len(self.t0), seconds))
@@ -130,8 +128,7 @@ class _Assignment:
         self.longest[place] = here.max(initial=0)
 
     def exchange(self) -> None:
-        """Exchange while it helps: one of the latest's goes to the generator that is earliest with it, or changes
-        places with a shorter."""
+        """Move sequences off the generator that ends last while that helps."""
         for _ in range(_MOST_EXCHANGES):
             ends = self.ends()
             latest = int(np.argmax(ends))

@@ -1,6 +1,6 @@
-"""What is simulated, and what came of it: the words that the simulator, its slow twin and the tables share.
+"""Inputs and outcomes of a simulated stage, shared by the simulator, its slow twin and the tables.
 
-Time is counted in whole nanoseconds, so that a step's end has one value however it was computed.
+Time is counted in whole nanoseconds, so that a step's end has one exact value.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NANOSECONDS = 1_000_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """Say that a generator dies; what it had is delivered again, from its first token on."""
+    """Death of a generator; its sequences are redelivered from their first token."""
 
     generator: int
     at_seconds: float
@@ -29,14 +29,14 @@ class Kill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Describe generators and what happens to them. What a move costs is as measured over shared memory."""
+    """Generators and what happens to them. Move costs are those measured over shared memory."""
 
     num_generators: int
     curve: StepCurve
     rows: int = 256  # sequences that a generator runs at once
-    pulls: bool = False  # prompts are pulled as there is room; else a stage's are dealt to all at its start
+    pulls: bool = False  # prompts are pulled as there is room; else all are dealt at the start
     prefetch: int = 0  # prompts that a generator holds beyond its rows, when it pulls
-    piece: int = 1  # it pulls when there is room for so many
+    piece: int = 1  # room needed before it pulls
     prefill_seconds: float = 0.0  # a prompt token
     shares_prefixes: bool = True  # a prompt is prefilled once for all its samples on one generator
     engines_per_host: int = 1
@@ -52,8 +52,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetSnapshot:
-    """Hold what a policy may know at one moment. Sequences are those unfinished, sorted by generator; one on its way
-    counts where it goes, and cannot be moved."""
+    """State that a policy sees, sorted by generator; a moving sequence counts at its destination."""
 
     generator: Ints
     ids: Ints  # of the sequences, in the workload
@@ -88,8 +87,6 @@ class MoveMade:
 
 @dataclass(slots=True, kw_only=True)
 class StageOutcome:
-    """Hold what came of one stage."""
-
     seconds: float = 0.0  # until the last sequence ended
     num_tokens: int = 0
     ended: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # [S] nanoseconds
@@ -102,7 +99,7 @@ class StageOutcome:
 
     @property
     def num_swings(self) -> int:
-        """Returns for which there was no new reason: nothing ended at either end since it left."""
+        """Return how often a sequence moved back though nothing had ended at either end since it left."""
         swings = 0
         for out, back in self._returns():
             since, until = out.left_seconds * NANOSECONDS, back.left_seconds * NANOSECONDS
@@ -111,7 +108,7 @@ class StageOutcome:
         return swings
 
     def _returns(self) -> list[tuple[MoveMade, MoveMade]]:
-        """Return (the move away from there, the move back)"""
+        """Return (move away, move back) pairs."""
         left: dict[tuple[int, int], MoveMade] = {}
         returns = []
         for move in self.moves:
@@ -122,7 +119,7 @@ class StageOutcome:
 
 
 def step_tables(scenario: Scenario, most: int) -> dict[float, list[list[int]]]:
-    """Return [slowness][neighbours at work][sequences] -> nanoseconds."""
+    """Return step nanoseconds by [slowness][busy neighbours][sequences]."""
     neighbours = scenario.engines_per_host - 1
     tables: dict[float, list[list[int]]] = {}
     for factor in {1.0, *(factor for _, factor in scenario.slowness)}:
@@ -135,7 +132,7 @@ Curves = tuple[Floats, Floats]  # [N], [N]: t0 and c
 
 
 def learnt_curves(scenario: Scenario, work: Workload) -> tuple[Curves, Curves]:
-    """Return curves as each generator would have learnt them: while all of its host run, and alone."""
+    """Return the curves that generators would learn with all of their host busy, and alone."""
     most = max(min(scenario.rows, 2 * -(-work.num_sequences // scenario.num_generators)), 2)
     slowness = np.ones(scenario.num_generators)
     for generator, factor in scenario.slowness:
@@ -150,8 +147,7 @@ def nanoseconds(seconds: float) -> int:
 
 
 def initial_hands(scenario: Scenario, work: Workload, order: Ints) -> tuple[list[list[int]], list[int]]:
-    """Return what each generator begins with, and what waits for one that has room. Pulled prompts go a piece to each
-    in turn until every hand is full; dealt ones all at once."""
+    """Return the sequences each generator begins with, and the queue of those still to be pulled."""
     hands: list[list[int]] = [[] for _ in range(scenario.num_generators)]
     if not scenario.pulls:
         for sequence in order.tolist():

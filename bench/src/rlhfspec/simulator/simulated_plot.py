@@ -1,4 +1,4 @@
-"""Pictures of simulated stages: generators over time, lengths, moves. matplotlib is imported when one is drawn."""
+"""Plots of simulated stages: generators over time, lengths, moves."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ _BLUE, _ORANGE, _GREY = "#0072b2", "#e69f00", "#9a9a9a"
 
 
 def draw(outcomes: Mapping[str, StageOutcome], work: Workload, num_generators: int, path: Path, *, title: str) -> None:
-    """Draw one row a policy, on one scale of time: how many sequences each generator runs, and where they moved; beside
-    it how many are unfinished. Below: the lengths."""
+    """Draw running sequences, moves and unfinished sequences over time, one row per policy, then the lengths."""
     with drawn(path, dpi=110, figsize=(13, 2.6 * len(outcomes) + 2.8)) as figure:
         grid = figure.add_gridspec(len(outcomes) + 1, 2, width_ratios=[3, 1])
         longest = max(outcome.seconds for outcome in outcomes.values())
@@ -38,7 +37,7 @@ def draw(outcomes: Mapping[str, StageOutcome], work: Workload, num_generators: i
 
 
 def running(outcome: StageOutcome, num_generators: int, seconds: float) -> Ints:
-    """Return [generators, moments]: sequences that each runs, from the recorded timeline.
+    """Return [generators, moments]: running sequences by the recorded timeline.
 
     >>> running(StageOutcome(timeline=[(0.0, 0, 3), (5.0, 0, 0)]), 1, 10.0)[0, [0, 100, 300]].tolist()
     [3, 3, 0]

@@ -1,11 +1,9 @@
-"""A stage of generators as discrete events: sequences start, end and move; between two events nothing is computed.
+"""Discrete-event simulator of a stage: sequences start, end and move.
 
-All sequences of a generator advance by one token a step, so a generator is a count of steps, and a sequence ends at a
-count known when it starts. An event brings its generator from the last event's step to its own in one multiplication;
-10,000 generators with 1,000,000 sequences take minutes. `tests/twins/simulator.py` does the same one step at a time.
+All sequences of a generator advance by one token per step, so a sequence ends at a step count known at its start, and
+nothing is computed between events. `tests/twins/simulator.py` does the same one step at a time.
 
-Events of one moment go by kind, then by number. A generator acts between two steps only: what happens to it in
-mid-step waits for the step's end.
+Simultaneous events go by kind, then by number. Generators act between steps; events in mid-step wait for its end.
 
 Example:
     >>> scenario = Scenario(num_generators=2, curve=PRESETS["t0=2.5c"])
@@ -30,7 +28,7 @@ from rlhfspec.simulator.step_curves import PRESETS
 
 __all__ = ["PRESETS", "Scenario", "simulate", "workload"]
 
-LIFE, BOUNDARY, ARRIVAL, LANDING, PLAN = range(5)  # kinds of events, in the order of one moment
+LIFE, BOUNDARY, ARRIVAL, LANDING, PLAN = range(5)  # kinds of events, in their order at one moment
 
 
 def simulate(
@@ -41,8 +39,7 @@ def simulate(
     order: Ints | None = None,
     records: bool = False,
 ) -> StageOutcome:
-    """Simulate one stage, from the first prompt to the last token. `order`: of the prompts; `records`: the timeline
-    too."""
+    """Simulate one stage, with prompts in `order`; `records` also keeps the timeline."""
     return _Simulation(scenario, work, policy, order, records).run()
 
 
@@ -95,8 +92,7 @@ class _Simulation(SimulatorState):
     # -- between two steps of a generator
 
     def _boundary(self, generator: int, now: int, kind: int) -> None:
-        """End a step here, or begin where there was nothing to do: sequences end, leave, join and start; then the next
-        step."""
+        """End a step, if any: sequences end, leave, join and start; then begin the next."""
         was_running = self.running[generator]
         if was_running and now > self.begun[generator]:
             self.steps[generator] += (now - self.begun[generator]) // self.step_ns[generator]
@@ -154,7 +150,7 @@ class _Simulation(SimulatorState):
         return stall
 
     def _held(self, sequence: int) -> int:
-        """Return tokens in KV of one that does not run."""
+        """Return the tokens in KV of a sequence that is not running."""
         generated = int(self.work.lengths[sequence] - self.remaining[sequence])
         return generated + self.prompt_tokens[sequence] if generated else 0
 
@@ -162,7 +158,7 @@ class _Simulation(SimulatorState):
         return nanoseconds(self.scenario.move_seconds + self.scenario.move_token_seconds * tokens)
 
     def _cancel(self, sequence: int, now: int) -> None:
-        """Cancel a trip that did not begin: the destination's row is free again."""
+        """Cancel a move that did not begin, and free the destination's row."""
         _, _, destination, life = self.trips.pop(sequence)
         self.outcome.num_refused += 1
         if self.life[destination] == life and self.is_alive[destination]:
@@ -192,7 +188,7 @@ class _Simulation(SimulatorState):
         heappush(self.ends[generator], (end, sequence))
 
     def _start(self, generator: int) -> int:
-        """Pull what there is room for, start what there are rows for; return nanoseconds of prefill."""
+        """Pull and start sequences while there is room; return nanoseconds of prefill."""
         hand = self.hands[generator]
         free = self.scenario.rows - self.running[generator] - self.leased[generator]
         room = free + (self.scenario.prefetch if self.scenario.pulls else 0) - len(hand)
@@ -219,7 +215,7 @@ class _Simulation(SimulatorState):
         return self.prompt_tokens[sequence] * self.prompt_ns
 
     def _go_on(self, generator: int, now: int, stall: int) -> None:
-        """Begin the next step, and plan the event at which a sequence ends."""
+        """Begin the next step and schedule the event at which a sequence ends."""
         self.version[generator] += 1
         self.next_event[generator] = -1
         self.begun[generator] = now
@@ -239,7 +235,7 @@ class _Simulation(SimulatorState):
             heappush(self.events, (time, BOUNDARY, generator, self.version[generator]))
 
     def _tell_host(self, generator: int, now: int, kind: int, change: int) -> None:
-        """Let its neighbours' next steps take longer, or less long."""
+        """Update the host's busy count and reschedule its other generators."""
         size = self.scenario.engines_per_host
         first = generator // size * size
         self.host_busy[generator // size] += change
@@ -249,13 +245,12 @@ class _Simulation(SimulatorState):
                 self._request(neighbour, now, or_now=is_later)
 
     def _wake(self, generator: int, now: int) -> None:
-        """Give a free row here to a sequence that may be waiting for one."""
+        """Schedule the generator if a sequence may be waiting for a row."""
         if self.queue or self.hands[generator]:
             self._request(generator, now)
 
     def _request(self, generator: int, now: int, *, or_now: bool = False) -> None:
-        """Plan an event at the end of the step that runs now; `or_now`: at one that ends at this moment, still to
-        come."""
+        """Schedule an event at the end of the running step; `or_now` allows a step that ends now."""
         if not self.running[generator]:
             self._schedule(generator, now)
             return
@@ -279,7 +274,7 @@ class _Simulation(SimulatorState):
             self._send(sequence, destination, now)
 
     def _send(self, sequence: int, destination: int, now: int) -> None:
-        """Lease a row there; the sequence leaves when its source's step ends."""
+        """Lease a row at the destination; the sequence leaves when its source's step ends."""
         source = int(self.where[sequence])
         free = self.scenario.rows - self.running[destination] - self.leased[destination]
         can_go = self.state[sequence] in (WAITING, RUNNING) and sequence not in self.trips and source != destination
@@ -292,7 +287,7 @@ class _Simulation(SimulatorState):
         self._request(source, now)
 
     def _land(self, sequence: int, now: int) -> None:
-        """Let it arrive; or its destination is dead, and it goes on where it was; or both are."""
+        """Land a moved sequence, at its source if the destination died; redeliver it if both died."""
         source, source_life, destination, life = self.trips.pop(sequence)
         source_lives = self.life[source] == source_life
         lands = self.life[destination] == life
@@ -352,7 +347,7 @@ class _Simulation(SimulatorState):
         self._redeliver(lost, now)
 
     def _redeliver(self, sequences: list[int], now: int) -> None:
-        """Deliver them from their first token on, after a while, to a generator that has room."""
+        """Queue sequences again from their first token, after a delay."""
         if not sequences:
             return
         self.outcome.num_redelivered += len(sequences)

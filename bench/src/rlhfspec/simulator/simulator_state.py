@@ -1,4 +1,4 @@
-"""All that the simulator knows of a moment, and what a policy sees of it.
+"""State of the simulator, and the part of it that a policy sees.
 
 Example:
     >>> from rlhfspec.simulator.lengths import workload
@@ -27,11 +27,11 @@ from rlhfspec.simulator.scenario import (
     step_tables,
 )
 
-WAITING, RUNNING, MOVING, DONE = range(4)  # what a sequence does; waiting: in a hand or in the queue
+WAITING, RUNNING, MOVING, DONE = range(4)  # states of a sequence; waiting: in a hand or in the queue
 
 
 class SimulatorState:
-    """Hold generators, sequences, which waits where: between two events."""
+    """Generators and sequences between two events."""
 
     def __init__(self, scenario: Scenario, work: Workload, order: Ints | None = None) -> None:
         self.scenario, self.work = scenario, work
@@ -46,7 +46,7 @@ class SimulatorState:
         self.hands = [deque(hand) for hand in hands]
         self.queue = deque(queue)
         # of generators
-        self.begun = [0] * count  # when the step began that follows `steps`; later than now while it prefills
+        self.begun = [0] * count  # start of the step after `steps`; in the future during prefill
         self.steps = [0] * count
         self.step_ns = [1] * count
         self.running = [0] * count

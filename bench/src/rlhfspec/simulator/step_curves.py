@@ -1,7 +1,7 @@
-"""How long a step takes with B sequences: what the simulator runs on. Online estimates of the same are in `curve.py`.
+"""Step times by number of sequences B, for the simulator. `curve.py` has the online estimates.
 
-A curve is `t0 + c*B`, or a table of measured points with straight lines between them. Engines of one host share its
-memory's bandwidth, so a curve has two ends: alone, and with every neighbour at work.
+A curve is `t0 + c*B` or a table of points joined by straight lines. Engines of one host share memory bandwidth, so a
+curve has two ends: alone, and with all neighbours busy.
 
 Example:
     >>> curve = StepCurve.affine(step_seconds=0.008, sequence_seconds=0.0005)
@@ -23,7 +23,7 @@ from rlhfspec.errors import InvalidRequest, did_you_mean
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCurve:
-    """Hold the seconds of a step that gives each of B sequences one token, at the points `num_sequences`."""
+    """Seconds of a step that gives each of B sequences one token, at the points `num_sequences`."""
 
     name: str
     num_sequences: tuple[int, ...]
@@ -38,7 +38,7 @@ class StepCurve:
 
     @classmethod
     def measured(cls, name: str, rates: dict[int, tuple[float, float]]) -> StepCurve:
-        """Make it from tokens a second, (neighbours asleep, neighbours busy), by the number of sequences."""
+        """Create a curve from tokens per second (neighbours idle, busy) by number of sequences."""
         points = tuple(sorted(rates))
         alone = tuple(count / rates[count][0] for count in points)
         busy = tuple(count / rates[count][1] for count in points)
@@ -48,12 +48,12 @@ class StepCurve:
         return float(self.table(count, busy_share=busy_share)[count])
 
     def table(self, most: int, *, busy_share: float = 0.0) -> Floats:
-        """Return [most + 1] seconds of a step with 0, 1, ... sequences; the first is nothing."""
+        """Return [most + 1] seconds of a step with 0, 1, ... sequences; the first is 0."""
         counts = np.arange(most + 1)
         mixed = (1.0 - busy_share) * np.array(self.alone) + busy_share * np.array(self.busy)
         seconds = np.interp(counts, self.num_sequences, mixed)
         points = self.num_sequences
-        if len(points) > 1:  # beyond the last point the last line goes on
+        if len(points) > 1:  # extrapolate the last line
             slope = (mixed[-1] - mixed[-2]) / (points[-1] - points[-2])
             beyond = counts > points[-1]
             seconds[beyond] = mixed[-1] + slope * (counts[beyond] - points[-1])
@@ -61,8 +61,7 @@ class StepCurve:
         return np.asarray(seconds, dtype=np.float64)
 
     def fitted(self, most: int, *, busy_share: float = 0.0) -> tuple[float, float]:
-        """Return (t0, c) nearest to the curve up to `most` sequences, relative to what a step takes; neither is
-        negative."""
+        """Return the nonnegative (t0, c) with the least relative errors up to `most` sequences."""
         counts = np.unique(np.geomspace(1, max(most, 2), 24).astype(np.int64))
         seconds = self.table(int(counts[-1]), busy_share=busy_share)[counts]
         design = np.stack([1.0 / seconds, counts / seconds], axis=1)
@@ -92,7 +91,7 @@ PRESETS = {
 
 
 def curve_named(text: str) -> StepCurve:
-    """Return one of `PRESETS`, or `T0,C` in milliseconds.
+    """Return one of `PRESETS`, or a curve of `T0,C` in milliseconds.
 
     >>> round(curve_named("8.8,0.37").seconds(10), 9)
     0.0125

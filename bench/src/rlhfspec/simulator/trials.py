@@ -1,4 +1,4 @@
-"""Policies beside each other over several seeds: the table of `rlhfspec simulate`.
+"""Comparison of policies over several seeds: the table of `rlhfspec simulate`.
 
 Example:
     >>> scenario = Scenario(num_generators=4, curve=PRESETS["t0=2.5c"])
@@ -26,12 +26,12 @@ from rlhfspec.simulator.simulator import simulate
 from rlhfspec.simulator.step_curves import PRESETS
 
 __all__ = ["PRESETS", "PolicyTrial", "Scenario", "trials", "workload"]
-_EARLIER = 1_000_000  # the seed of the step that ours learnt lengths from, past any that is asked for
+_EARLIER = 1_000_000  # seed offset of the step that `ours` learnt from, above any requested seed
 
 
 @dataclass(slots=True, kw_only=True)
 class PolicyTrial:
-    """Hold one way to run a stage, over seeds. Ratios to a reference that does not apply are nan."""
+    """Results of one policy over seeds. Ratios to a reference that does not apply are nan."""
 
     policy: str
     pulls: bool
@@ -49,7 +49,7 @@ class PolicyTrial:
         return float(np.mean(self.seconds))
 
     def content(self) -> dict[str, Any]:
-        """Return it as JSON has it; nan is null."""
+        """Return the trial as JSON content, with null for nan."""
         ratios = {
             name: None if np.isnan(values).any() else round(float(np.mean(values)), 4)
             for name, values in (("of_clairvoyant", self.of_clairvoyant), ("of_ideal_sharing", self.of_ideal))
@@ -77,8 +77,7 @@ def trials(
     settings: PlannerSettings = STANDARD,
     on_outcome: Callable[[str, int, StageOutcome, Workload], None] | None = None,
 ) -> list[PolicyTrial]:
-    """Try the policies. `pull` before a policy's name (`pull+ours`) pulls prompts instead of dealing them. References
-    are worked out once a seed; ours learnt lengths from an earlier step of the same kind."""
+    """Simulate every policy on every seed; `pull+` before a name pulls prompts instead of dealing them."""
     found = [PolicyTrial(policy=name, pulls=_pulls(name, scenario)) for name in policies]
     all_seeds = list(seeds)
     for seed in all_seeds:

@@ -1,1 +1,1 @@
-"""Every class of model that transformers knows, and its variants: right in every bit, or refused by name."""
+"""Check of all model classes of transformers and variants: right in every bit, or refused by name."""

@@ -1,8 +1,8 @@
-"""The trainer in bfloat16 beside Hugging Face in bfloat16: is it as near to float32, at every position?
+"""Comparison of trainer and Hugging Face in bfloat16: their errors from float32 at every position.
 
-A mistake that grows with the position, such as RoPE's frequencies in too few bits, hides in the rounding of a short
-row. So one long row is run by all three, and their errors are compared band by band. In a mixture all take the experts
-that float32 chooses, where their own choice is nearly as good: else one early token with others may be all one sees.
+An error that grows with the position, such as RoPE frequencies in too few bits, hides in rounding in a short row. One
+long row is therefore compared band by band. Mixtures use the experts that float32 chooses, where their own choice is
+nearly as good; otherwise one early token with other experts could hide everything else.
 
 Example:
     >>> from rlhfspec.sweep.classes import tiny_config, tiny_model
@@ -26,9 +26,9 @@ from rlhfspec.training.modeling.log_probs import TorchForward
 from rlhfspec.training.modeling.packed import pack_sequences
 from rlhfspec.training.scoring.log_probs import log_probs_reference
 
-MOST_TIMES_WORSE = 1.5  # times as far from float32 as Hugging Face; 1.24 is the most that was seen in the sweep's types
-_FIRST_BAND = 128  # tokens; the next ones end twice as far each
-_LEAST = 1e-3  # an error as small as this is none
+MOST_TIMES_WORSE = 1.5  # times as far from float32 as Hugging Face; the sweep's types reach 1.24
+_FIRST_BAND = 128  # tokens; each next band ends twice as far
+_LEAST = 1e-3  # smaller errors are ignored
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,7 @@ class Band:
 
 
 def judge_positions(make: Callable[[], Any], *, num_tokens: int, vocab_size: int, seed: int = 0) -> list[Band]:
-    """Judge a model by position. `make` returns the model anew. num_tokens: of the row, which is drawn from the seed.
-    Raises UnsupportedModel."""
+    """Compare errors on a random row, band by band; raises UnsupportedModel."""
     model = make()
     row = torch.randint(vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
     rounded = _loaded_in_bfloat16(model)
@@ -66,7 +65,8 @@ def judge_positions(make: Callable[[], Any], *, num_tokens: int, vocab_size: int
 
 
 def _bands(num_tokens: int) -> Iterator[tuple[int, int]]:
-    """
+    """Yield (start, stop) of bands that double in length.
+
     >>> list(_bands(300))
     [(0, 128), (128, 256), (256, 300)]
     """
@@ -82,13 +82,12 @@ def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def _loaded_in_bfloat16(model: Any) -> Any:
-    """Load it by Hugging Face's own code."""
     tied = getattr(model, "all_tied_weights_keys", {})
     weights = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     return type(model).from_pretrained(None, config=model.config, state_dict=weights, dtype=torch.bfloat16)
 
 
 def _plain_log_probs(model: Any, row: list[int]) -> torch.Tensor:
-    """Return [t] of all tokens but the first, by Hugging Face's own code in eager mode."""
+    """Return [t] log-probs of all tokens but the first, by Hugging Face in eager mode."""
     with attending(model, "eager"):
         return torch.tensor(log_probs_reference(model, row[:1], row[1:], 1.0))

@@ -1,7 +1,7 @@
-"""A tiny random model of every class in transformers' causal-LM mapping, and of its variants.
+"""Tiny random models of every class in transformers' causal-LM mapping, and their variants.
 
-A configuration is made small by the names of its fields, and where that is not enough by what is written here for its
-type. Variants turn one thing of it: a window, a kind of RoPE, a bias, an activation, a multiplier, a kind of layer.
+Configurations are shrunk by field name and by overrides per type. Variants change one thing: a window, a kind of RoPE,
+a bias, an activation, a multiplier, a kind of layer.
 
 Example:
     >>> config = tiny_config("mixtral")
@@ -22,10 +22,10 @@ import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, AutoModelForCausalLM
 
-_LEAST_ENTROPY = 1.0
-CLASSES_VOCAB_SIZE = 97  # prime: nothing may rely on a multiple of anything
+_LEAST_ENTROPY = 1.0  # nats; certain tokens have log-prob 0 whatever the model does
+CLASSES_VOCAB_SIZE = 97  # prime: no code may rely on divisibility
 _POSITIONS = 512
-_SMALL: dict[str, Any] = {  # wherever a configuration has such a field
+_SMALL: dict[str, Any] = {  # for configurations that have the field
     "vocab_size": CLASSES_VOCAB_SIZE, "text_vocab_size": CLASSES_VOCAB_SIZE, "max_position_embeddings": _POSITIONS,
     "n_positions": _POSITIONS, "n_ctx": _POSITIONS, "max_target_positions": _POSITIONS, "max_seq_len": _POSITIONS,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
@@ -54,7 +54,7 @@ def _each(types: str, fields: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return dict.fromkeys(types.split(), fields)
 
 
-_OF_TYPE: dict[str, dict[str, Any]] = {  # what the names do not say
+_OF_TYPE: dict[str, dict[str, Any]] = {  # overrides by model type
     **_each("axk1 glm4_moe_lite minicpm3 youtu", _HEADS),
     **_each("deepseek_v2 deepseek_v3", {**_HEADS, "head_dim": 8}),
     **_each("axk2 deepseek_v32 glm_moe_dsa dots3_note_text", _INDEX),
@@ -108,7 +108,7 @@ _ACTIVATIONS = (
     "silu", "relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_10", "gelu_accurate", "gelu_python",
     "quick_gelu", "relu2", "relu6", "leaky_relu", "mish", "laplace", "sigmoid", "tanh", "hardswish", "linear",
 )  # fmt: skip
-_TYPES_WITH_EVERY_ACTIVATION = ("gpt2", "llama", "mixtral", "phi")  # elsewhere only those without kernels
+_TYPES_WITH_EVERY_ACTIVATION = ("gpt2", "llama", "mixtral", "phi")  # other types only run those without kernels
 _RARE_ACTIVATIONS = ("gelu_10", "quick_gelu", "relu6")
 _ROPES: dict[str, dict[str, Any]] = {
     "linear": {"factor": 3.0},
@@ -120,7 +120,7 @@ _ROPES: dict[str, dict[str, Any]] = {
     "longrope": {"factor": 4.0, "original_max_position_embeddings": 256},
     "longrope, beyond": {"factor": 4.0, "original_max_position_embeddings": 64},
 }  # fmt: skip
-_SWITCHES = (  # fields that are true or false; each is turned
+_SWITCHES = (  # boolean fields; each is inverted
     "tie_word_embeddings", "attention_bias", "mlp_bias", "use_bias", "qkv_bias", "use_qkv_bias", "attention_out_bias",
     "norm_topk_prob", "scale_embedding", "rope_interleave", "use_qk_norm", "qk_layernorm", "multi_query",
     "use_parallel_residual", "parallel_attn", "new_decoder_architecture", "alibi", "bias", "lm_head_bias",
@@ -131,7 +131,7 @@ _SWITCHES = (  # fields that are true or false; each is turned
     "enable_moe_block", "prefix_lm", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "is_moe",
     "use_expert_bias", "use_shared_attention_adapter", "use_mem_rope", "sinusoidal_embeddings", "causal",
 )  # fmt: skip
-_NUMBERS: dict[str, Any] = {  # fields that take another number
+_NUMBERS: dict[str, Any] = {  # fields set to another value
     "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0, "moe_router_logit_softcapping": 0.7,
     "embedding_multiplier": 0.6, "residual_multiplier": 0.4, "attention_multiplier": 0.11, "logits_scaling": 1.7,
     "logit_scale": 0.3, "routed_scaling_factor": 2.5, "router_scaling_factor": 2.5, "route_scale": 1.7,
@@ -144,12 +144,11 @@ _NUMBERS: dict[str, Any] = {  # fields that take another number
 
 
 def model_types() -> list[str]:
-    """Return every type that AutoModelForCausalLM knows."""
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
-    """Return the configuration of a model that a test can run; `changes` are made where the decoder is configured."""
+    """Return a tiny configuration, with `changes` applied to the decoder's part."""
     kind = CONFIG_MAPPING[model_type]
     parts = _parts(kind)
     text = next((name for name in ("text_config", "decoder", "decoder_config") if name in parts), None)
@@ -158,7 +157,7 @@ def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
 
 
 def _parts(kind: Any) -> dict[str, str]:
-    """Return the types of the configurations within one: a model for more than text has several."""
+    """Return the model types of a configuration's sub-configurations, by field."""
     parts = getattr(kind, "sub_configs_defaults", {})
     types = {name: part.model_type or getattr(part.config_class, "model_type", "") for name, part in parts.items()}
     return {name: part for name, part in types.items() if part in CONFIG_MAPPING}
@@ -171,15 +170,13 @@ def _small(kind: Any, wanted: dict[str, Any]) -> PreTrainedConfig:
 
 
 def _fields(kind: Any) -> dict[str, Any]:
-    """Return a configuration's fields with their defaults, by the names that its class takes."""
     annotated = {name for base in kind.__mro__ for name in getattr(base, "__annotations__", {})}
     aliases = getattr(kind, "attribute_map", {})
     return {name: getattr(kind, name, None) for name in annotated if aliases.get(name) not in annotated}
 
 
 def tiny_model(config: PreTrainedConfig, *, seed: int = 0) -> Any:
-    """Return a float32 model in evaluation mode with weights large enough for every part of it to show in the
-    logits."""
+    """Return a float32 model in evaluation mode whose every part shows in the logits."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
         copy.deepcopy(config), dtype=torch.float32, attn_implementation="eager"
@@ -189,7 +186,7 @@ def tiny_model(config: PreTrainedConfig, *, seed: int = 0) -> Any:
 
 @torch.no_grad()
 def stirred(model: Any, *, vocab_size: int, logit_scale: float = 3.0) -> Any:
-    """Make weights larger, and all random: fresh ones give nearly uniform distributions, which hide mistakes."""
+    """Enlarge and randomize all weights: fresh ones give nearly uniform distributions, which hide mistakes."""
     model.eval().requires_grad_(False)
     for parameter in model.parameters():
         if parameter.ndim == 1:  # norms and biases begin as ones and zeros; no test should rely on that
@@ -202,20 +199,19 @@ def stirred(model: Any, *, vocab_size: int, logit_scale: float = 3.0) -> Any:
     if getattr(head, "weight", None) is not None:
         tokens = torch.arange(64).reshape(2, 32) % (vocab_size - 3) + 3
         head.weight.mul_(logit_scale / model(input_ids=tokens, use_cache=False).logits.std())
-        while _entropy(model, tokens) < _LEAST_ENTROPY:  # a head that is the embedding too likes the last token best
+        while _entropy(model, tokens) < _LEAST_ENTROPY:  # a tied head favours the last token
             head.weight.mul_(0.7)
     return model
 
 
 def _entropy(model: Any, tokens: torch.Tensor) -> float:
-    """Return median over the tokens, nats. Where the next token is certain, its log-prob is 0 whatever the model
-    does."""
+    """Return the median entropy over the tokens, in nats."""
     log_probs = model(input_ids=tokens, use_cache=False).logits.float().log_softmax(-1)
     return float(-(log_probs.exp() * log_probs).sum(-1).median())
 
 
 def variants(model_type: str) -> Iterator[tuple[str, Callable[[], PreTrainedConfig]]]:
-    """Yield (name, what makes its configuration): the plain one first, its name empty."""
+    """Yield (name, factory of a configuration), first the plain one with an empty name."""
     plain = _decoder_of(tiny_config(model_type))
     yield "", lambda: tiny_config(model_type)
     activations = _ACTIVATIONS if model_type in _TYPES_WITH_EVERY_ACTIVATION else _RARE_ACTIVATIONS
@@ -265,7 +261,7 @@ def _ropes(fields: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _with_rope(plain: dict[str, Any], kind: str, parameters: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the same in every kind of layer, where kinds have their own."""
+    """Return RoPE parameters of the kind, in every kind of layer that has its own."""
     if any(isinstance(value, dict) for value in plain.values()):
         return {
             name: _with_rope(value, kind, parameters, fields) if isinstance(value, dict) else value

@@ -1,9 +1,8 @@
-"""How often an engine on a device gives another token than the exact oracle, or than itself in other company.
+"""Count of tokens by which an engine on a device differs from the exact oracle, or from itself in other batches.
 
-Two engines run the same requests on the device: one by one without drafts, and together with drafts of suffixes. Every
-token is then asked of the oracle (`rlhfspec.engine.oracle`), which runs plain Hugging Face on the CPU, in float32, with
-weights rounded as the engine keeps them. A flip is a token that the oracle would not have chosen behind the same
-tokens; with another product's rounding that happens where two scores lie close.
+Two engines run the same requests on the device: one by one without drafts, and together with suffix drafts. The oracle
+(`rlhfspec.engine.oracle`) then runs plain Hugging Face on the CPU in float32, with weights rounded as the engine's. A
+flip is a token that the oracle would not have chosen after the same tokens; rounding flips close scores.
 """
 
 from __future__ import annotations
@@ -31,7 +30,8 @@ _TEMPERATURES = (1.0, 0.7, 1.0, 0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flips:
-    """
+    """Counts of flipped tokens and differing samples.
+
     >>> print(Flips(num_tokens=256, num_flips=2, lead=0.0031, num_sequences=4, num_parted=1))
     2 of 256 tokens are not the oracle's, which led by 3.1e-03 at most; 1 of 4 samples parts from itself in company
     """
@@ -52,7 +52,7 @@ class Flips:
 
 
 def check_device(device: str) -> None:
-    """Raise InvalidRequest where torch has no such device here."""
+    """Raise InvalidRequest if torch does not have the device here."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -62,7 +62,7 @@ def check_device(device: str) -> None:
 def count_flips(
     make: Callable[[], Any], device: str, *, dtype: str, exact: str, max_context: int, max_tokens: int = 64
 ) -> Flips:
-    """`make` returns the model anew whenever it is called."""
+    """Count flips on `device`; `make` returns a new model on each call."""
     room: dict[str, Any] = {"max_sequences": len(_PROMPT_LENGTHS), "max_context": max_context, "profile": False}
     room |= {"kv_cache_tokens": max_context + 1024, "device": device, "dtype": dtype, "exact": exact}
     engine = make_engine(make(), EngineConfig(speculation="off", **room))
@@ -94,7 +94,7 @@ def _requests(engine: Engine, max_context: int, max_tokens: int) -> Iterator[Req
 
 
 def _plain(model: Any, dtype: str) -> Any:
-    """Hugging Face's own code, in float32, with weights as the engine keeps them."""
+    """Convert a model to plain Hugging Face in float32, with weights as the engine keeps them."""
     model.float()
     round_parameters(model, precision_of(model, getattr(torch, dtype)))
     model.set_attn_implementation("eager")

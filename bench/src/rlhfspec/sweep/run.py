@@ -1,4 +1,4 @@
-"""Many verdicts, by several processes: one that dies or hangs is a verdict too.
+"""Verdicts of several processes; one that dies or hangs gives a verdict too.
 
 Example:
     >>> [case.variant for case in cases(["gpt2"])][:2]
@@ -31,7 +31,7 @@ LONGEST_SECONDS = 600.0
 @dataclass(frozen=True, slots=True)
 class Case:
     model_type: str
-    variant: str  # empty: as the type is by default
+    variant: str  # empty: the type's defaults
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def cases(model_types: Iterable[str], *, with_variants: bool = True) -> Iterator
 def _variant_names(model_type: str) -> list[str]:
     try:
         return [name for name, _ in variants(model_type)]
-    except Exception:  # whatever a configuration raises is told by the verdict on its plain case
+    except Exception:  # the verdict on the plain case reports the error
         return []
 
 
@@ -59,7 +59,7 @@ def judge_case(case: Case) -> Verdict:
     try:
         config = dict(variants(case.model_type))[case.variant]()
         tiny_model(config)
-    except Exception as error:  # transformers' own, of any kind
+    except Exception as error:  # transformers raises errors of any type
         return Verdict("not made", f"{type(error).__name__}: {first_line(error)}")
     return judge(lambda: tiny_model(config))
 
@@ -70,8 +70,7 @@ Judge = Callable[[Case], Verdict]
 def sweep(
     wanted: Iterable[Case], *, num_workers: int, judge: Judge = judge_case, longest_seconds: float = LONGEST_SECONDS
 ) -> Iterator[Judged]:
-    """Yield verdicts as they come. judge: runs in another process. longest_seconds: for one case, once its
-    process has started; the usual is three."""
+    """Yield verdicts as they come; `longest_seconds` limits one case once its process has started."""
     waiting = iter(wanted)
     workers = [_Worker(judge, longest_seconds) for _ in range(num_workers)]
     try:
@@ -93,8 +92,7 @@ def sweep(
 
 @contextmanager
 def _interrupted() -> Iterator[threading.Event]:
-    """Yield an event that Ctrl-C sets. Raised in the midst of a library that makes a case, the interrupt may be
-    swallowed there."""
+    """Yield an event set by Ctrl-C, because libraries may swallow a KeyboardInterrupt."""
     asked = threading.Event()
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before is signal.SIG_IGN:
@@ -108,8 +106,6 @@ def _interrupted() -> Iterator[threading.Event]:
 
 
 class _Worker:
-    """Judge one case after the other, in a process."""
-
     def __init__(self, judge: Judge, longest_seconds: float) -> None:
         self.judge = judge
         self.longest_seconds = longest_seconds
@@ -132,7 +128,7 @@ class _Worker:
         return case is not None
 
     def result(self) -> Judged | None:
-        """Return the verdict; None: not yet."""
+        """Return the verdict, or None if there is none yet."""
         assert self.case is not None
         seconds = time.monotonic() - self.began
         if self.pipe.poll():
@@ -161,12 +157,12 @@ class _Worker:
 def _work(pipe: Any, judge: Judge) -> None:
     import transformers
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     warnings.filterwarnings("ignore")
     os.environ["HF_HUB_OFFLINE"] = "1"
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     torch.set_num_threads(1)
-    pipe.send(None)  # what follows is the case's own time
+    pipe.send(None)  # starts the time of the first case
     while True:
         try:
             case = pipe.recv()

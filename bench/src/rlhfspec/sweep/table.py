@@ -1,4 +1,4 @@
-"""The verdicts of a sweep as the tables in docs/models.md."""
+"""Tables of a sweep's verdicts for docs/models.md."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _TITLES = {
 
 
 def write_into(text: str, judged: Sequence[Judged]) -> str:
-    """Return the document with its tables exchanged, or the tables alone where there is no place for them.
+    r"""Return the document with its tables replaced, or only the tables if it has no markers.
 
-    >>> write_into("# Models\\n" + BEGIN + "old\\n" + END + "More.", [])[-5:]
+    >>> write_into("# Models\n" + BEGIN + "old\n" + END + "More.", [])[-5:]
     'More.'
     """
     before, found, rest = text.partition(BEGIN)
@@ -83,7 +83,7 @@ def _other_rows(types: dict[str, list[Judged]]) -> Iterator[str]:
 
 
 def _reasons(variants: Iterable[Judged]) -> Iterator[str]:
-    """Yield each variant and kind of verdict once, with the reason that one of the types gave."""
+    """Yield a row for each variant and kind of verdict, with the reason of one type."""
     groups: defaultdict[tuple[str, Kind], list[Judged]] = defaultdict(list)
     for each in variants:
         groups[each.case.variant, each.verdict.kind].append(each)

@@ -1,21 +1,20 @@
-"""One model, judged from outside: the engine in all its ways against an oracle that shares no code with it.
+"""Verdict on one model: the engine in all its ways against an oracle that shares no code with it.
 
-The oracle (`rlhfspec.engine.oracle`) runs plain Hugging Face in eager mode, the whole prefix anew for each token, and
-has the law written a second time. A model is *right* when
+The oracle (`rlhfspec.engine.oracle`) runs plain Hugging Face in eager mode, the whole prefix anew for each token. A
+model is *right* when
 
-- every token is the oracle's, and every log-prob too, to 1e-5 (where float32 rounding is larger than that: at most
-  twice as far from float64 as copies of plain Hugging Face are whose weights are moved within their last bit);
-- the same sequences give the same bits one at a time and together, in chunks, with one thread and two, with trees of
-  drafts, with the suffix drafter, preempted, and moved from engine to engine in the middle; in float32 and in bfloat16
-  (attention is split every 64 positions, so that the longest sample has two splits);
-- the trainer's forward finds the same log-probs to 1e-5, and the exact trainer the same bits, with gradients like
-  torch's; also under a low-rank update;
-- answers that share their prompt in a row have the log-probs that they have with a copy each, to 1e-6 of the largest,
-  the exact trainer's to the bit, and the gradients to 1e-5 (where float32 rounding is larger: in float64);
+- tokens and log-probs are the oracle's, to 1e-5; where float32 rounding is larger, at most twice as far from float64 as
+  copies of plain Hugging Face with weights moved within their last bit;
+- bits are the same one by one and together, in chunks, with one thread and two, with draft trees, with the suffix
+  drafter, preempted, and moved between engines; in float32 and bfloat16;
+- the trainer's log-probs are the same to 1e-5, the exact trainer's to the bit, with gradients like torch's; also with
+  LoRA;
+- answers that share a prompt match those with copies: log-probs to 1e-6 of the largest, the exact trainer's to the bit,
+  gradients to 1e-5 (in float64 where float32 rounding is larger);
 - the trainer in bfloat16 is as near to float32 as Hugging Face in bfloat16, at every position of a long row.
 
-It is *refused* when loading it says why. Anything else is *wrong*. A large model may be judged in fewer ways: two
-samples, a shorter row, without gradients, low-rank update, drafting model and moves.
+A model is *refused* when loading gives a reason, else *wrong*. Large models are judged by two samples and a short row,
+without gradients, LoRA, drafting model and moves.
 """
 
 from __future__ import annotations
@@ -54,15 +53,15 @@ from rlhfspec.training.scoring.log_probs import log_probs_reference
 
 log = logging.getLogger(__name__)
 Kind = Literal["right", "refused", "wrong", "not made"]
-PROMPT_LENGTHS = (5, 37, 2, 70)  # shorter and longer than blocks of keys, and than most windows of the sweep
+PROMPT_LENGTHS = (5, 37, 2, 70)  # shorter and longer than blocks of keys, attention splits and most windows
 TOLERANCE = 1e-5  # of log-probs and their margins
 GRADIENT_TOLERANCE = 1e-4
 SHARED_TOLERANCE, SHARED_GRADIENT_TOLERANCE = 1e-6, 1e-5  # of shared prompts, in parts of the largest number
 _TREE = DraftPlan(drafter="model", depth=4, width=2, branch=2)
 _RANK = 2
 _BESIDE = 1e-3  # standard deviations of a weight matrix
-_COPIES = 4  # of a model, to see how large float32 rounding is in it
-_ROWS = 3  # are tried in bfloat16
+_COPIES = 4  # of a model, to measure its float32 rounding
+_ROWS = 3  # tried in bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +71,19 @@ class Verdict:
     difference: float = 0.0  # the largest, of log-probs to the oracle's
     report: ModelReport | None = None  # what loading found, where it is right
     not_exact: str = ""  # why it cannot be trained exactly on-policy
-    in_bfloat16: Band | None = None  # where the trainer is furthest from float32 beside Hugging Face
-    not_in_bfloat16: str = ""  # why it cannot be trained so
+    in_bfloat16: Band | None = None  # the trainer's worst band beside Hugging Face
+    not_in_bfloat16: str = ""  # why it cannot be trained in bfloat16
 
     @property
     def limits(self) -> list[str]:
-        """Return what a model that is right cannot do."""
         parts = ("no exactOnPolicy", self.not_exact), ("no model.dtype bfloat16", self.not_in_bfloat16)
         return [f"{what}: {why}" for what, why in parts if why]
 
 
 def judge(make: Callable[[], Any], *, thorough: bool = True, max_context: int = 128) -> Verdict:
-    """Judge a model. `make` returns it anew whenever it is called. thorough: in all ways; about ten copies are in
-    memory.
+    """Judge a model; `make` returns a new one on each call.
 
-    max_context: the proof at load looks at positions up to there; the samples are shorter than 100 tokens.
+    A `thorough` verdict keeps about ten copies in memory. The proof at load checks positions up to `max_context`.
     """
     try:
         return _Judge(make, max_context).verdict() if thorough else _QuickJudge(make, max_context).verdict()
@@ -94,7 +91,7 @@ def judge(make: Callable[[], Any], *, thorough: bool = True, max_context: int = 
         return Verdict("refused", f"{error.value}: {error.problem}")
     except Wrong as error:
         return Verdict("wrong", str(error))
-    except Exception as error:  # a crash is not right either
+    except Exception as error:  # a crash is wrong too
         log.debug("while judging", exc_info=True)
         return Verdict("wrong", f"{type(error).__name__}: {first_line(error)}")
 
@@ -151,7 +148,7 @@ class _Judge:
     # ---- the engine -------------------------------------------------------------------------------------------------
 
     def check_ways(self, alone: Samples) -> Samples:
-        """Returns the samples in bfloat16."""
+        """Check that all ways agree, and return the samples in bfloat16."""
         draft = {"speculation": _TREE, "num_threads": 2}
         drafted = self.engine(draft=perturbed(self.make(), 0.1), prefill_chunk=11, **draft)
         check_same("together, with trees and two threads", alone, together(drafted, self.requests))
@@ -165,7 +162,7 @@ class _Judge:
 
     @torch.inference_mode()
     def _check_oracle(self, samples: Samples) -> float:
-        """Return the largest difference of a log-prob."""
+        """Check the samples, and return the largest difference of a log-prob."""
         for sample in samples.values():
             if sample.error:
                 raise Wrong(sample.error)
@@ -186,10 +183,9 @@ class _Judge:
 
     @torch.inference_mode()
     def _is_rounding(self, samples: Samples, ours: torch.Tensor) -> bool:
-        """Return whether in float64, where a model is nearly itself, we are hardly further from it than Hugging Face is
-        in float32.
+        """Return whether the error from float64 is at most twice that of Hugging Face in float32.
 
-        One float32 run may be lucky; so it is asked of copies too whose weights are moved within their last bit.
+        One float32 run may be lucky, so copies with weights moved within their last bit are included.
         """
         truth = _whole(_plain(self.make().double()), samples)
         copies = [self.make(), *(_moved_within_the_last_bit(self.make(), seed) for seed in range(_COPIES))]
@@ -199,7 +195,7 @@ class _Judge:
     # ---- the trainer ------------------------------------------------------------------------------------------------
 
     def _prepared(self, *, seed: int = 0) -> Any:
-        """Prepare a copy. seed: 0 as it is, others a little beside it."""
+        """Return a prepared copy, slightly perturbed unless `seed` is 0."""
         model = perturbed(self.make(), _BESIDE, seed=seed) if seed else self.make()
         return prepared(model, max_context=self.max_context)
 
@@ -211,7 +207,7 @@ class _Judge:
             raise Wrong(f"the trainer's log-probs differ by {difference:.1e}")
 
     def _check_shared(self, samples: Samples) -> None:
-        """Compare a prompt that stands once in a row with a copy of it for each answer."""
+        """Compare shared prompts with a copy for each answer."""
         problem = self._shared_problem(samples, torch.float32)
         if problem and (problem := self._shared_problem(samples, torch.float64)):
             raise Wrong(f"answers that share their prompt have other {problem}")
@@ -224,14 +220,14 @@ class _Judge:
         return f"log-probs, by {apart:.1e} of the largest" if not apart <= SHARED_TOLERANCE else ""
 
     def _in(self, dtype: torch.dtype, *, seed: int = 0) -> TorchForward:
-        """Return the trainer's forward in another dtype than it was prepared for."""
+        """Return the trainer's forward in another dtype."""
         model = self._prepared(seed=seed)
         cast(model, Precision(dtype))
         use_eager_experts(model)  # grouped products know no float64
         return TorchForward(model, 1.0)
 
     def _check_positions(self, vocab_size: int) -> Band:
-        """Compare positions in bfloat16. One row may be unlucky: what is wrong is wrong with other tokens too."""
+        """Return the worst band in bfloat16 of the first row that passes; one row may be unlucky."""
         num_tokens = self._longest()
         for seed in range(_ROWS):
             bands = judge_positions(self.make, num_tokens=num_tokens, vocab_size=vocab_size, seed=seed)
@@ -241,7 +237,7 @@ class _Judge:
         raise Wrong(f"the trainer's log-probs in bfloat16 are {worst}")
 
     def _longest(self) -> int:
-        """Return the tokens of a row, so that RoPE turns by the same angles as in the other samples."""
+        """Return the tokens of a row for which RoPE turns by the same angles as in other samples."""
         model = self.make()
         longest = within_positions(model, self.long_row)
         try:
@@ -271,8 +267,7 @@ class _Judge:
         self._check_lora()
 
     def _check_gradients(self, exact: ExactForward, batch: PackedRow) -> None:
-        """Compare gradients. They jump where an activation has a corner, and rounding may decide on which side a number
-        is. What is wrong is wrong beside it too."""
+        """Compare gradients, also of perturbed models because rounding decides at activations' corners."""
         problem = self._gradient_problem(exact, batch, seed=0)
         for seed in (1, 2):
             if problem:
@@ -286,8 +281,7 @@ class _Judge:
             raise Wrong(problem)
 
     def _shared_gradient_problem(self, samples: Samples, dtype: torch.dtype) -> str:
-        """Compare with the largest gradient of all as the measure: some biases (of keys, without RoPE) have none but
-        rounding."""
+        """Compare gradients relative to the largest of all, because some are only rounding."""
         copies, shared = (_gradients(self._in(dtype), batch) for batch in _siblings(samples))
         largest = max(float(gradient.abs().max()) for gradient in copies.values())
         for name, gradient in copies.items():
@@ -297,7 +291,7 @@ class _Judge:
         return ""
 
     def _gradient_problem(self, exact: ExactForward, batch: PackedRow, *, seed: int) -> str:
-        """Compare with torch's; where they are 1e-4 of the largest from them, float64 is the judge."""
+        """Compare gradients with torch's; float64 decides where they differ by 1e-4 of the largest."""
 
         def torchs(dtype: torch.dtype) -> dict[str, torch.Tensor]:
             return _gradients(self._in(dtype, seed=seed), batch)
@@ -314,7 +308,7 @@ class _Judge:
         return ""
 
     def _check_lora(self) -> None:
-        """Compare merged weights in the engine with the update by itself in the trainer."""
+        """Compare merged LoRA weights in the engine with separate ones in the trainer."""
         policy = self._prepared()
         targets = _update_targets(policy)
         if not targets:
@@ -331,7 +325,7 @@ class _Judge:
 
 
 class _QuickJudge(_Judge):
-    """Judge with one engine at a time."""
+    """Judge that keeps one engine at a time."""
 
     num_samples = 2
     max_tokens = 8
@@ -352,7 +346,7 @@ class _QuickJudge(_Judge):
 
 
 def _plain(model: Any) -> Any:
-    """Return Hugging Face's own code, in eager mode."""
+    """Return the model with Hugging Face's own code in eager mode."""
     model.set_attn_implementation("eager")
     use_eager_experts(model)
     return model
@@ -367,7 +361,7 @@ def _moved_within_the_last_bit(model: Any, seed: int) -> Any:
 
 
 def _whole(model: Any, samples: Samples) -> torch.Tensor:
-    """Return log-probs of every sample by one forward each, float64."""
+    """Return float64 log-probs of every sample, by one forward each."""
     each = (log_probs_reference(model, s.prompt_token_ids, s.token_ids, 1.0) for s in samples.values())
     return torch.tensor([number for log_probs in each for number in log_probs], dtype=torch.float64)
 
@@ -377,7 +371,7 @@ def _packed(samples: Samples) -> PackedRow:
 
 
 def _siblings(samples: Samples) -> tuple[PackedRow, PackedRow]:
-    """Return every prompt with answers of several lengths: a copy for each of them, and shared."""
+    """Return every prompt with answers of several lengths: copied for each, and shared."""
     answers = [list(sample.token_ids) for sample in samples.values()]
     answers = [answers[0], answers[-1][:1], answers[-1][::-1][: len(answers[-1]) // 2 + 1]]
     prompts = [sample.prompt_token_ids for sample in samples.values() for _ in answers]
@@ -397,7 +391,7 @@ def _gradients(forward: TorchForward, batch: PackedRow) -> dict[str, torch.Tenso
 
 
 def _update_targets(policy: Any) -> list[str]:
-    """Return names that belong to linear layers of the decoder and to nothing else."""
+    """Return names used only by linear layers of the decoder."""
     head = policy.get_output_embeddings()
     linear, other = set[str](), {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}  # of experts too
     for path, module in policy.named_modules():

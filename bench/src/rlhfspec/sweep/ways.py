@@ -1,4 +1,4 @@
-"""The ways in which an engine may run the same requests; what comes out must not depend on them."""
+"""Ways to run the same requests on an engine, all with the same results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Samples = dict[str, Completion]
 
 
 class Wrong(Exception):
-    """Say what was found not to be so."""
+    """Raised when a check fails."""
 
 
 def one_by_one(engine: Engine, requests: Sequence[Request]) -> Samples:
@@ -21,7 +21,7 @@ def one_by_one(engine: Engine, requests: Sequence[Request]) -> Samples:
 def together(
     engine: Engine, requests: Sequence[Request], every_step: Callable[[Engine, int], None] = lambda engine, step: None
 ) -> Samples:
-    engine.forget_kept()  # each way computes its prompts itself
+    engine.forget_kept()  # each way prefills its own prompts
     for request in requests:
         engine.submit(request)
     done: Samples = {}
@@ -34,13 +34,13 @@ def together(
 
 
 def preempt(engine: Engine, step: int) -> None:
-    """Take the KV of one sequence at every third step, for `together`."""
+    """Preempt one sequence at every third step, for `together`."""
     if step % 3 == 0 and engine.scheduler.running:
         engine.preempt(engine.scheduler.running[step % len(engine.scheduler.running)].request.id)
 
 
 def moving(one: Engine, other: Engine, requests: Sequence[Request]) -> Samples:
-    """Move each sequence every few steps from the engine that has it to the other one."""
+    """Move each sequence to the other engine every few steps."""
     engines, done, step = (one, other), Samples(), 0
     for engine in engines:
         engine.forget_kept()
@@ -60,7 +60,7 @@ def moving(one: Engine, other: Engine, requests: Sequence[Request]) -> Samples:
 
 
 def check_same(how: str, wanted: Samples, found: Samples) -> None:
-    """Raises Wrong where a token or a bit of a log-prob differs."""
+    """Raise Wrong if a token or a bit of a log-prob differs."""
     for name, sample in wanted.items():
         other = found[name]
         if sample.error or other.error:

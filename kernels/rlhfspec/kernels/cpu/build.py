@@ -1,8 +1,8 @@
-"""Build and load the C++ kernels: one library for all instruction sets, chosen at run time and cached by content.
+"""Building and loading of the C++ kernels: one library for all instruction sets, cached by content.
 
-Every `csrc/*.cpp` is compiled for AVX2 and AVX-512; an exported `name` becomes `name_avx2` and `name_avx512`. A file
-named `*_amx`, `*_avx512bf16` or `*_base` (any x86-64) is compiled for that set only. When `load()` returns None, the
-torch twins run instead. `$RLHFSPEC_CACHE` (default ~/.cache/rlhfspec) holds the library.
+Every `csrc/*.cpp` is compiled for AVX2 and AVX-512; an exported `name` becomes `name_avx2` and `name_avx512`. Files
+`*_amx`, `*_avx512bf16` and `*_base` (any x86-64) are compiled for that set only. `$RLHFSPEC_CACHE` (default
+~/.cache/rlhfspec) holds the library. Without one, plain torch runs.
 
     RLHFSPEC_NATIVE=0              never use the kernels
     RLHFSPEC_KERNEL_LIBRARY=FILE   use this one (container images prebuild: python -m rlhfspec.kernels.cpu.build)
@@ -81,7 +81,7 @@ def supports(isa: str) -> bool:
 
 
 def best_isa() -> str | None:
-    """Return the instruction set of the general kernels: RLHFSPEC_ISA, else the best one of this CPU, or None."""
+    """Return the instruction set of the general kernels: RLHFSPEC_ISA, else this CPU's best, or None."""
     forced = os.environ.get("RLHFSPEC_ISA")
     if forced is None:
         return next((isa for isa in GENERAL_ISAS if supports(isa)), None)
@@ -118,16 +118,16 @@ def _units() -> list[tuple[Path, str]]:
 
 
 def _with_headers(source: Path) -> list[Path]:
-    """Return a source file and all project headers that it includes, directly or not."""
+    """Return a source file and all project headers that it includes, transitively."""
     found = [source]
-    for path in found:  # grows while we walk it
+    for path in found:  # grows during the loop
         names = re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE)
         found += [SOURCE_DIR / name for name in names if SOURCE_DIR / name not in found]
     return found
 
 
 def _unit_key(compiler: str, source: Path, isa: str) -> str:
-    """Return a hash of everything that determines the object code: compiler, flags, source and headers."""
+    """Return a hash of compiler, flags, source and headers."""
     digest = hashlib.sha256()
     for text in (_compiler_version(compiler), " ".join((*COMMON_FLAGS, *ISA_FLAGS[isa])), isa):
         digest.update(text.encode())
@@ -144,7 +144,7 @@ def _run_compiler(command: list[str]) -> None:
 
 
 def _publish(path: Path, make: Callable[[str], None]) -> None:
-    """Create a file under a temporary name and rename it, because two processes may build at once."""
+    """Create a file atomically by renaming, because two processes may build at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=path.suffix)
     os.close(handle)
@@ -163,7 +163,7 @@ def _compile(compiler: str, source: Path, isa: str, path: Path) -> None:
 
 
 def build() -> Path:
-    """Return the library of the current sources, building it if it is not cached. Raise BuildError on failure."""
+    """Return the library of the current sources, building it if needed. Raise BuildError on failure."""
     compiler = _compiler()
     if compiler is None:
         raise BuildError("no C++ compiler (g++ or $CXX) found")
@@ -205,7 +205,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
 
 
 def load() -> ctypes.CDLL | None:
-    """Return the kernel library, or None when this machine cannot have it (see `unavailable_reason`)."""
+    """Return the kernel library, or None (see `unavailable_reason`)."""
     return _load()[0]
 
 
@@ -214,7 +214,7 @@ def unavailable_reason() -> str:
 
 
 def function(name: str, isa: str | None = None) -> Any:
-    """Return the ctypes function `name` for `isa` (default: the best general one), or None; callers set `argtypes`."""
+    """Return the ctypes function `name` for `isa` (default: the best), or None. Callers set `argtypes`."""
     library = load()
     if library is None:
         return None
@@ -224,7 +224,7 @@ def function(name: str, isa: str | None = None) -> Any:
 
 
 def check_sizes(name: str, *sizes: int) -> None:
-    """Raise RuntimeError unless the structs of csrc/`name`.cpp have the sizes of their Python mirrors."""
+    """Raise RuntimeError unless structs of csrc/`name`.cpp have the sizes of their Python mirrors."""
     there = (ctypes.c_long * len(sizes))()
     function(f"{name}_sizes")(there)
     if tuple(there) != sizes:
@@ -239,7 +239,7 @@ def num_threads() -> int:
 
 
 def set_num_threads(count: int | None) -> None:
-    """Set the number of threads; None follows torch again. Results do not depend on it by a single bit."""
+    """Set the number of kernel threads (None: torch's). Results never depend on it."""
     global _num_threads
     if count is not None and count < 1:
         raise ValueError(f"num_threads: must be >= 1 (got {count})")

@@ -1,4 +1,4 @@
-"""The layout of packed weights: packing in C++ (csrc/pack.cpp) and unpacking in plain torch."""
+"""Layout of packed weights: packing in C++ (csrc/pack.cpp), unpacking in plain torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def padded_inputs(num_inputs: int, arithmetic: str) -> int:
 
 
 def empty_packed(num_outputs: int, num_inputs: int, arithmetic: str, dtype: torch.dtype) -> Tensor:
-    """Allocate memory for packed weights, on huge pages where the system provides them."""
+    """Allocate packed weights, on huge pages if available."""
     padded = round_up(num_outputs, PAD_OUTPUTS) * padded_inputs(num_inputs, arithmetic)
     packed = torch.empty(padded, dtype=dtype)
     huge, advise_huge_pages = 2 << 20, 14
@@ -53,7 +53,7 @@ def pack(weight: Tensor, packed: Tensor, arithmetic: str, *, every: int = 1, off
 
 
 def unpack(packed: Tensor, num_inputs: int, arithmetic: str) -> Tensor:
-    """Unpack to [padded outputs, inputs] in plain torch; the padding outputs are zero."""
+    """Unpack to [padded outputs, inputs] in plain torch, with zero padding."""
     padded = padded_inputs(num_inputs, arithmetic)
     if arithmetic != "fma":  # [panel of 32, k step, group of 16, pair of k, column, 2] -> [outputs, k]
         tiles = packed.view(-1, padded // 32, 2, 16, 16, 2)

@@ -1,4 +1,4 @@
-"""This process's rank and the ranks' secret, read from torchrun's environment variables."""
+"""Rank and secret of this process, read from torchrun's environment variables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RankTold:
 
 
 def rank_told(environment: Mapping[str, str]) -> RankTold:
-    """Return the environment's rank; raise InvalidRequest that names a wrong or missing variable."""
+    """Return the environment's rank, or raise InvalidRequest for a wrong or missing variable."""
     rank, num_ranks = _number(environment, "RANK", 0), _number(environment, "WORLD_SIZE", 1)
     if not 0 <= rank < num_ranks:
         problem = f"in the environment, must be below WORLD_SIZE ({num_ranks}); torchrun sets both, others unset it"
@@ -48,7 +48,7 @@ def local_rank(environment: Mapping[str, str]) -> int | None:
 
 
 def set_of_ranks(ranks_per_node: int, *, nodes: int = 1) -> list[str]:
-    """Return the arguments of python that start a worker as several ranks, before the worker's own."""
+    """Return the Python arguments that start a worker as several ranks."""
     return ["-m", "rlhfspec.worker.ranks", "--nodes", str(nodes), "--ranks-per-node", str(ranks_per_node)]
 
 

@@ -1,4 +1,4 @@
-"""Messages between ranks: JSON and tensors, never Python objects, so that receiving one runs no code.
+"""Messages between ranks: JSON and tensors, so that receiving one runs no code.
 
     [length of the JSON, length of the first part] | the JSON and all small tensors | each large tensor
 
@@ -27,7 +27,7 @@ _DTYPES = {
 
 
 def encoded(value: Any) -> tuple[bytes, list[Tensor]]:
-    """Return a value as JSON, and its tensors in the order in which the JSON mentions them."""
+    """Return a value as JSON, and its tensors in JSON order."""
     tensors: list[Tensor] = []
 
     def plain(each: Any) -> Any:
@@ -97,7 +97,7 @@ def receive(group: Any, source: int) -> Any:
 
 
 def gather(value: Any, group: Any, num_ranks: int) -> list[Any]:
-    """Return the values, which hold no tensors, of all ranks of a group, in rank order."""
+    """Return the values of all ranks, without tensors, in rank order."""
     text, tensors = encoded(value)
     assert not tensors, "a gathered value has no tensors"
     length = torch.tensor([len(text)])
@@ -112,7 +112,7 @@ def gather(value: Any, group: Any, num_ranks: int) -> list[Any]:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return a tensor's content as bytes on the host, since gloo does not know every type."""
+    """Return a tensor's bytes on the host, as gloo does not know every type."""
     if not tensor.numel():  # torch cannot view it as bytes
         return torch.empty(0, dtype=torch.uint8)
     return tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8)

@@ -17,7 +17,7 @@ STOP = "stop"  # the command that ends `obey`
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """This process's place among the ranks, all of which must take part in each exchange."""
+    """Place of this process among the ranks, all of which take part in each exchange."""
 
     rank: int = 0
     num_ranks: int = 1
@@ -35,11 +35,10 @@ class Ranks:
 
     @property
     def has_the_whole_layer(self) -> bool:
-        """Return whether this rank keeps what all ranks of a layer have alike."""
+        """Return whether this rank keeps the state that a layer's ranks have alike."""
         return self.tensor is None or self.tensor.rank == 0
 
     def mine(self, micro_batches: list[list[int]]) -> list[list[int]]:
-        """Return this rank's share of the micro-batches, whose number is a multiple of the sharing ranks."""
         return micro_batches[self.sharing.rank :: self.sharing.num_ranks]
 
     def add(self, tensor: Tensor) -> Tensor:
@@ -52,11 +51,11 @@ class Ranks:
         return [value] if self.num_ranks == 1 else codec.gather(value, self.host, self.num_ranks)
 
     def gather_of_micro_batches(self, value: Any) -> list[Any]:
-        """Return the value of each sharing rank, which the ranks of one layer have alike."""
+        """Return the value of each sharing rank."""
         return self.gather(value)[:: self.tensor.num_ranks if self.tensor else 1]
 
     def broadcast(self, value: Any = None, *, source: int = 0) -> Any:
-        """Return the value of rank `source`: JSON and tensors, which other ranks get on the host."""
+        """Return the value of rank `source`, with tensors on the host."""
         if self.num_ranks == 1 or self.rank == source:
             if self.num_ranks > 1:
                 codec.send(value, self.host, source)

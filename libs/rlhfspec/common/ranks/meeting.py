@@ -35,10 +35,11 @@ def joined(
     tell_seconds: float = _TELL_SECONDS,
     tensor_parallel: int = 1,
 ) -> Iterator[Ranks]:
-    """Join the ranks given by the environment, or only this process if there are none.
+    """Join the ranks of the environment, or only this process if there are none.
 
-    `timeout_seconds`: for one exchange. `silence_seconds`: for rank 0's next command. `tell_seconds`: after which a
-    waiting rank logs so. `tensor_parallel`: ranks that cut each layer."""
+    `timeout_seconds` is for one exchange, `silence_seconds` for rank 0's next command, `tell_seconds` for a log
+    line.
+    """
     told = rank_told(os.environ)
     if told.num_ranks == 1:
         yield Ranks()
@@ -70,7 +71,7 @@ def joined(
 def _host_group(
     told: RankTold, timeout: timedelta, members: Sequence[int] | None = None, *, patience: timedelta | None = None
 ) -> Any:
-    """Create a host group of these ranks, or all. `patience`: for one later exchange."""
+    """Create a host group of `members` (default: all). `patience`: timeout of later exchanges."""
     members = range(told.num_ranks) if members is None else members
     group = dist.new_group(list(members), timeout=patience or timeout, backend="gloo")
     if told.rank in members:
@@ -79,7 +80,7 @@ def _host_group(
 
 
 def _cutting(ranks: Ranks, told: RankTold, tensor_parallel: int, timeout: timedelta, device: torch.device) -> Ranks:
-    """Add the groups of ranks that cut layers (rows), and of those that share the parts by FSDP2 (columns)."""
+    """Add the groups that cut layers (rows) and that share the parts by FSDP2 (columns)."""
     rows = torch.arange(ranks.num_ranks).reshape(-1, tensor_parallel)
 
     def group_of(sets: list[list[int]]) -> Ranks:
@@ -133,7 +134,7 @@ def _on_loopback(is_local: bool) -> Iterator[None]:
 
 
 def _group_of(device: torch.device) -> dict[str, Any]:
-    """Return the arguments of the process group, after making the device the current one."""
+    """Set the current device and return the process group's arguments."""
     if device.type == "cpu":
         return {"backend": "gloo"}
     module: Any = torch.get_device_module(device)

@@ -1,6 +1,7 @@
-"""The store by which ranks find each other, sealed with the ranks' secret, as torch's TCPStore is open to all.
+"""Rendezvous store of ranks, sealed with their secret, as torch's TCPStore is open to all.
 
-Keys are HMACs, and values are encrypted for their key. Keep a reference to the store, which torch does not hold."""
+Keys are HMACs, and values are encrypted for their key. Keep a reference to the store, which torch does not hold.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def opened(told: RankTold, timeout: timedelta) -> SealedStore:
-    """Open the store, on which rank 0 listens, on loopback only if that is its address."""
+    """Open the store. Rank 0 listens, on loopback only if that is its address."""
     host, _, port = told.leader.rpartition(":")
     host = host.strip("[]")
     options: dict[str, Any] = {"timeout": timeout, "wait_for_workers": False}
@@ -35,7 +36,6 @@ def opened(told: RankTold, timeout: timedelta) -> SealedStore:
 
 
 def is_here(leader: str) -> bool:
-    """Return whether an address is on loopback."""
     return leader.rpartition(":")[0].strip("[]") in _LOOPBACK
 
 
@@ -93,9 +93,10 @@ class SealedStore(Store):
 
 
 def prove(group: Any, rank: int, num_ranks: int, secret: bytes, timeout: timedelta) -> None:
-    """Have each pair of a gloo group prove that it knows the secret; raise RuntimeError if one does not.
+    """Raise RuntimeError unless every pair of a gloo group proves that it knows the secret.
 
-    gloo accepts the first connection, so every connection must be proved before anything else is sent."""
+    gloo accepts the first connection, so this precedes all other messages.
+    """
     own = [os.urandom(32) for _ in range(num_ranks)]
     theirs = _exchanged(own, group, rank, timeout)
     answers = [_proof(secret, rank, challenge) for challenge in theirs]

@@ -1,4 +1,4 @@
-"""Train a drafter before a run, from answers of the policy."""
+"""Training of a drafter before a run, on completions of the policy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def distil(
     is_over: Callable[[], bool],
     said: Callable[[LearningReport], object],
 ) -> LearningReport:
-    """Answer the prompts in rounds under new seeds until a limit or `is_over`. The engine learns between rounds."""
+    """Generate completions in rounds under new seeds, learning between rounds, until a limit or `is_over`."""
     end = time.monotonic() + limit.seconds
     waiting = _requests(prompts, params)
     learning = engine.abilities.learning
@@ -52,7 +52,7 @@ def distil(
 
 
 def drafter_of(engine: Engine) -> Any:
-    """Return the learning copy with the weights that the engine drafts with, an average of the last ones it learnt."""
+    """Return the learning copy, loaded with the averaged weights that the engine drafts with."""
     student, learning = engine.state.student, engine.abilities.learning
     assert student is not None, "the engine's drafter learns"
     assert learning is not None

@@ -1,5 +1,4 @@
-"""Drafter that learns during the run from what the engine verifies. By the law it changes no token, so learning may be
-late, lossy and different on every generator."""
+"""Online learning of the drafter from verified tokens. Tokens never depend on it, so it may be late or lossy."""
 
 from __future__ import annotations
 
@@ -29,11 +28,12 @@ LESSON_TOKENS = 512  # labelled tokens of one optimizer step
 _SWAP_EVERY = 4  # optimizer steps, or when the lessons run out
 _LOOK_EVERY = 16  # optimizer steps between two evaluations; the first ones come sooner
 _WATCH_SECONDS = 0.05  # step time between two evaluations of past steps; shorter steps are only noted
-_NOTING_SECONDS = 4e-6  # per step: what noting costs with cold caches
+_NOTING_SECONDS = 4e-6  # cost of noting a step with cold caches
 
 
 def next_look(num_steps: int) -> int:
-    """
+    """Return the optimizer step of the next evaluation.
+
     >>> [next_look(steps) for steps in (0, 2, 4, 8, 16, 32)]
     [2, 4, 8, 16, 32, 48]
     """
@@ -49,8 +49,7 @@ def drafter_learning(state: EngineState) -> DraftLearning | None:
 
 
 class DraftLearning:
-    """Recorder of verified tokens that learns from them and hands new weights to the drafter. `student` is a copy of
-    the model that `runner` drafts with."""
+    """Learning loop that trains `student`, a copy of the draft model, and hands its weights to `runner`."""
 
     def __init__(self, student: Student, runner: ModelRunner, rows: RowTable, budget: LearningBudget) -> None:
         self._student = student
@@ -100,13 +99,13 @@ class DraftLearning:
         self.budget.recorded(seconds=time.perf_counter() - began, num_tokens=first)
 
     def _chosen(self, rows: list[int], kept: IntArray) -> list[int]:
-        """Return the sequences to record: those with an open lesson, then others as long as they may begin."""
+        """Return the sequences to record: those with an open lesson, then others that may begin one."""
         known, within = self._recorder.rows, self._recorder.within
         chosen = [s for s, row in enumerate(rows) if row in within and kept[s]]
         for s, row in enumerate(rows):
             if row in known and row not in within and kept[s]:
                 if not self._may_begin(len(chosen) + 1):
-                    break  # nor may any other
+                    break  # no other may begin either
                 chosen.append(s)
         return chosen
 
@@ -114,7 +113,7 @@ class DraftLearning:
         return self.budget.may_record(num_lessons * LONGEST_LESSON) and not self._ring.is_full_of_fresh
 
     def stepped(self, seconds: float, num_tokens: IntArray, drafter: str | None, *, has_finished: bool) -> None:
-        """Note a step that gave each decoding sequence `num_tokens`. Learn if due, unless a finished sequence waits."""
+        """Record a step's new tokens per decoding sequence. Learn if due, unless a finished sequence waits."""
         self._noted.append((seconds, num_tokens, drafter))
         self._noted_seconds += seconds
         if self._noted_seconds >= _WATCH_SECONDS:
@@ -170,7 +169,7 @@ class DraftLearning:
         self.budget.watched(seconds=noting + self._idle_since - began)
 
     def learnt(self) -> Learnt:
-        """Return the weights that the drafter drafts with; until it has improved, those of its start."""
+        """Return the drafter's current weights: until it has improved, the initial ones."""
         return Learnt(version=self.version, tensors=self._student.learnt(at_first=not self._is_better))
 
     def take(self, learnt: Learnt) -> bool:
@@ -200,11 +199,11 @@ class DraftLearning:
         return replace(self.budget.report, version=self.version)
 
 
-_: type[Learning] = DraftLearning  # mypy holds it to the contract
+_: type[Learning] = DraftLearning  # mypy checks the protocol
 
 
 def _labels(logits: torch.Tensor, places: list[Indices], temperatures: list[float]) -> tuple[IntArray, FloatArray]:
-    """Return [n, K] the likeliest tokens and their log-probs in these rows of the logits, one temperature per list."""
+    """Return the likeliest tokens and their log-probs [n, K] in these logits rows, one temperature per list."""
     index = torch.from_numpy(np.concatenate(places)).to(logits.device)
     lengths = [len(place) for place in places]
     each = torch.from_numpy(np.repeat(np.asarray(temperatures, np.float32), lengths)).to(logits.device)

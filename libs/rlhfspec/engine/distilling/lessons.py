@@ -16,7 +16,7 @@ _MOST_ROWS = 16  # sequences recorded at a time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lesson:
-    """Piece of a sequence: its last n tokens have labels, those before are context."""
+    """Piece of a sequence whose last n tokens have labels; earlier ones are context."""
 
     tokens: IntArray  # [T]
     label_ids: IntArray  # [n, K] the target's likeliest tokens, per labelled token
@@ -29,8 +29,7 @@ class Lesson:
 
 
 class LessonRing:
-    """Ring of the newest lessons. Each is taken up to `passes` times, new ones first. Lessons repeat only while the
-    ring is at least half full, because repeating few lessons overfits.
+    """Ring of the newest lessons, each taken up to `passes` times. Below half full none repeats, to avoid overfitting.
 
     >>> ring = LessonRing(most_tokens=4, passes=2)
     >>> def lesson(n): return Lesson(tokens=np.zeros(n + 1, np.int32), label_ids=np.zeros((n, 2), np.int32),
@@ -61,7 +60,7 @@ class LessonRing:
             self.num_tokens -= (self._again.pop()[1] if self._again else self._pop_fresh()).num_labels
 
     def take(self, *, most_tokens: int) -> list[Lesson]:
-        """Return the next lessons, with at most `most_tokens` labelled tokens, but at least one if there is any."""
+        """Take the next lessons: at most `most_tokens` labelled tokens, but at least one lesson if any."""
         taken: list[tuple[int, Lesson]] = []
         count = 0
         may_repeat = 2 * self.num_tokens >= self._most_tokens
@@ -120,7 +119,7 @@ class LessonRecorder:
         (self.within.add if recording.num_labels < LONGEST_LESSON else self.within.discard)(row)
 
     def forget(self, row: int, tokens: IntArray) -> bool:
-        """Stop recording the row, whose sequence has these tokens; return whether it leaves a lesson."""
+        """Stop recording a row, whose sequence has these tokens, and return whether it left a lesson."""
         recording = self.rows.pop(row, None)
         self.within.discard(row)
         if recording is None or not recording.ids:

@@ -1,4 +1,4 @@
-"""The Muon optimizer, in float32 on a CPU, where `torch.optim.Muon` in bfloat16 is slow."""
+"""Muon optimizer in float32 on a CPU, where `torch.optim.Muon` in bfloat16 is slow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LEAST_NORM = 1e-7
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for matrices between hidden states. `like_adamw`: learning rates have AdamW's scale, whatever the shape."""
+    """Muon optimizer for matrices. `like_adamw` gives learning rates AdamW's scale for any shape."""
 
     def __init__(
         self,

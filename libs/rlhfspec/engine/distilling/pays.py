@@ -1,4 +1,4 @@
-"""Decide whether learning pays: seconds spent on it against seconds saved."""
+"""Budget of learning: seconds spent against seconds saved."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from rlhfspec.common.arrays import IntArray
 from rlhfspec.engine.base import LearningReport
 
-_SHARE = 0.05  # of step time at most, when the rule decides
+_SHARE = 0.05  # of step time at most, without a configured share
 _TRIED = 0.01  # of elapsed time that may be spent before anything was saved
 _FIRST_SECONDS, _FIRST_LABEL_SECONDS = 0.25, 1e-4  # estimates for a learning step and for a label, until measured
 _MEMORY = 500.0  # verifications; also the sample that describes the drafter before learning
@@ -16,9 +16,9 @@ _GAIN_KEPT = 0.6  # weight of the old estimate at every evaluation
 
 
 class LearningBudget:
-    """Budget of learning time. `share`: of step time that may be spent, beside all idle time; None: the rule decides.
-    Savings are estimated from acceptance: g accepted tokens now would at the start have been at most g * a0 / a1, with
-    a0 and a1 the agreement at the start and now.
+    """Budget of learning time: a `share` of step time besides idle time, or (None) while savings exceed the cost.
+
+    Savings assume that g accepted tokens now were g * a0 / a1 at first, with agreement a0 at first and a1 now.
 
     >>> budget = LearningBudget(share=None)
     >>> budget.stepped(seconds=30.0, drafted_seconds=30.0, num_tokens=np.array([3, 2, 4]))
@@ -36,7 +36,7 @@ class LearningBudget:
     def __init__(self, *, share: float | None) -> None:
         self._share = share
         self._step_seconds = self._busy_spent = 0.0
-        self._allowed = 0.0  # seconds that may be spent in all, when the rule decides
+        self._allowed = 0.0  # seconds that may be spent in all, without a share
         self._seconds = self._saved = 0.0
         self._num_tokens = 0
         self._one_step_seconds, self._label_seconds = _FIRST_SECONDS, _FIRST_LABEL_SECONDS
@@ -68,7 +68,7 @@ class LearningBudget:
         self._is_new = False
 
     def agreed(self, at_first: float, now: float) -> None:
-        """Note the share of the target's distribution that the drafter covered in lessons it had not learnt from."""
+        """Record the drafter's agreement with the target on unseen lessons, with first and current weights."""
         ratio = at_first / now if now > 0 else 1.0
         first = self._ratio == 1.0
         self._ratio = ratio if first else _GAIN_KEPT * self._ratio + (1.0 - _GAIN_KEPT) * ratio
@@ -84,7 +84,7 @@ class LearningBudget:
         self._busy_spent += 0.0 if idle else seconds
 
     def recorded(self, *, seconds: float, num_tokens: int = 0) -> None:
-        """Account for taking labels of `num_tokens` tokens in an engine step; 0: for storing a lesson."""
+        """Account for labelling `num_tokens` tokens in an engine step, or (0) for storing a lesson."""
         self._seconds += seconds
         self._busy_spent += seconds
         if num_tokens:

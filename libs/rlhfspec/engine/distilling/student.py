@@ -22,8 +22,7 @@ _KEPT = 0.99  # weight of the old average per optimizer step; less in the first 
 
 
 class Student:
-    """Copy of a drafter that learns the target's distribution (soft labels, KL). The drafter uses an average of recent
-    weights, because the learning rate is large and never decays."""
+    """Copy of a drafter trained on the target's distribution (KL). Drafting uses an average of recent weights."""
 
     def __init__(self, model: Any, *, max_context: int) -> None:
         self.model = model
@@ -90,7 +89,7 @@ class Student:
         return -(probs * (log_probs - labels)).sum(-1).mean()
 
     def _log_probs(self, lessons: Sequence[Lesson]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return [n, K] the drafter's and the target's log-probs of the labels' tokens, lesson by lesson."""
+        """Return the drafter's and the target's log-probs [n, K] of the label tokens."""
         device = next(self.model.parameters()).device
         width = max(len(lesson.tokens) for lesson in lessons) - 1
         tokens = np.zeros((len(lessons), width), np.int64)  # padding after a lesson is seen by none of its tokens
@@ -124,7 +123,7 @@ class Student:
 
     @contextmanager
     def _drafting(self, at_first: bool) -> Iterator[None]:
-        """Put the weights that draft into the model for a moment."""
+        """Swap the drafting weights into the model temporarily."""
         drafts_with = self._drafts_with(at_first)
         self._swap(drafts_with)
         try:
@@ -138,7 +137,7 @@ class Student:
 
 
 def _optimizers(model: Any, parameters: Iterable[torch.nn.Parameter]) -> Iterator[torch.optim.Optimizer]:
-    """Yield Muon for matrices between hidden states, AdamW for vectors and for embeddings and heads."""
+    """Yield Muon for matrices between hidden states, and AdamW for everything else."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     vocabulary = {id(getattr(end, "weight", None)) for end in ends}
     kinds: tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]] = ([], [])

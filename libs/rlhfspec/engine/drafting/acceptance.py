@@ -1,6 +1,7 @@
-"""Prediction of how likely the target chooses a drafted token. The main feature is the gap between perturbed scores,
-because target and drafter share their noise. Trials are counted in cells of depth, rank and gap with decay. Each
-sequence has a shift in log-odds, which is kept out of the table so that one bad sequence affects no other."""
+"""Prediction of how likely the target accepts a drafted token.
+
+Decayed counts by depth, rank and gap between perturbed scores, plus a shift in log-odds per sequence.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +101,7 @@ class _Book:
 
 
 class AcceptanceModel:
-    """Acceptance (see `rlhfspec.engine.drafting.base`) learnt from trials. `half_life`: in trials."""
+    """Acceptance probabilities learnt from trials, whose weight halves every `half_life` trials."""
 
     def __init__(self, num_rows: int = 256, *, half_life: float = 6000.0) -> None:
         self._num_rows = num_rows
@@ -113,15 +114,14 @@ class AcceptanceModel:
         return _chance(log_odds.take(group * _FINE + fine) + shift).astype(np.float32)
 
     def curves(self, drafter: str, rows: IntArray) -> tuple[Floats, Floats]:
-        """Return the data of `predict`: flat log-odds by depth, rank and gap (in steps of 1/8), and row shifts."""
+        """Return flat log-odds by depth, rank and gap (steps of 1/8), and row shifts."""
         book = self._book(drafter)
         return book.log_odds, book.shift_of(rows)
 
     def observe(
         self, drafter: str, rows: IntArray, depth: IntArray, rank: IntArray, gap: FloatArray, accepted: BoolArray
     ) -> None:
-        """Learn from nodes whose parent was accepted (only those were tested). All arguments [M]. A call costs the same
-        whatever M is, so selectors batch several steps."""
+        """Learn from M tested nodes, whose parents were accepted. A call has a fixed cost, so batch several steps."""
         if not len(rows):
             return
         book = self._book(drafter)
@@ -139,7 +139,7 @@ class AcceptanceModel:
             book.forget(row)
 
     def learnt(self, row: int) -> tuple[tuple[str, float, float], ...]:
-        """Return what is known of the row's sequence alone: per drafter, its shift and precision."""
+        """Return the shift and precision learnt for a row's sequence, per drafter."""
         books = ((name, book) for name, book in self._books.items() if row < len(book.shift))
         return tuple((name, float(book.shift[row]), float(book.precision[row])) for name, book in books)
 
@@ -173,7 +173,7 @@ class AcceptanceModel:
 
 
 def _group_and_fine(depth: IntArray, rank: IntArray, gap: FloatArray) -> tuple[Indices, Indices]:
-    """Return the index of (depth, rank), and of the gap in the fine table. fmin and fmax map NaN to an ordinary gap."""
+    """Return the index of (depth, rank) and of the gap in the fine table, even for NaN."""
     group = (np.minimum(depth, _DEPTHS) - 1) * _RANKS + np.minimum(rank, _RANKS - 1)
     fine = np.fmax(np.fmin(gap * np.float32(_FINE_PER_UNIT), np.float32(_FINE - 1)), np.float32(0.0))
     return group.astype(np.int64), fine.astype(np.int64)

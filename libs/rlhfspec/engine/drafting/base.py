@@ -1,5 +1,4 @@
-"""Contracts between drafters, selector and engine. Numpy only. One step: plan (selector) -> propose (drafter) -> budget
-(selector) -> verify (engine) -> observe (both)."""
+"""Interfaces of drafting. A step: plan -> propose (drafter) -> budget (selector) -> verify (engine) -> observe."""
 
 from __future__ import annotations
 
@@ -14,20 +13,19 @@ from rlhfspec.common.arrays import BoolArray, FloatArray, IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftPlan:
-    """Plan of one step's draft. drafter: None means plain decoding. width: nodes expanded per sequence and level, on
-    average. branch: children kept of each expanded node. max_nodes: nodes verified per sequence, on average.
-    num_sequences: draft only for the first ones of the batch."""
+    """Plan of one step's draft."""
 
-    drafter: str | None
+    drafter: str | None  # None: plain decoding
     depth: int = 0
-    width: int = 1
-    branch: int = 1
-    max_nodes: int | None = None
-    num_sequences: int | None = field(default=None, compare=False)
+    width: int = 1  # nodes expanded per sequence and level, on average
+    branch: int = 1  # children kept per expanded node
+    max_nodes: int | None = None  # nodes verified per sequence, on average
+    num_sequences: int | None = field(default=None, compare=False)  # draft only for the first ones of the batch
 
     @property
     def name(self) -> str:
-        """
+        """Return the name used in statistics.
+
         >>> DraftPlan(drafter="model", depth=4, width=2, branch=3).name
         'model-d4-w2-b3'
         """
@@ -42,8 +40,7 @@ PLAIN = DraftPlan(drafter=None)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftBatch:
-    """The B sequences to draft for. `tokens[row, :length]` is prompt and response so far. The next token has response
-    position `length - prompt_length`."""
+    """Batch of B sequences to draft for. The next token's response position is `length - prompt_length`."""
 
     rows: IntArray  # [B] row in the engine's tables
     lengths: IntArray  # [B] tokens so far
@@ -51,7 +48,7 @@ class DraftBatch:
     room: IntArray  # [B] tokens that may still be generated; bounds the depth of trees
     seeds: npt.NDArray[np.uint64]  # [B]
     temperatures: FloatArray  # [B]
-    tokens: IntArray  # [R, L] the engine's token table, read only
+    tokens: IntArray  # [R, L] prompts and responses so far, read only
     weights_version: int = 0
 
     @property
@@ -70,8 +67,7 @@ class DraftBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forest:
-    """Trees of all sequences as flat arrays of M nodes; a parent comes before its children. `path_acceptance` never
-    increases from parent to child, so every prefix of a stable sort by it is a valid forest."""
+    """Trees of all sequences as flat arrays of M nodes, parents first. No child is likelier than its parent."""
 
     sequence: IntArray  # [M] index into the DraftBatch
     parent: IntArray  # [M] index of the parent node, -1 = the sequence's last token
@@ -114,7 +110,7 @@ def empty_forest() -> Forest:
 
 class Acceptance(Protocol):
     def predict(self, drafter: str, rows: IntArray, depth: IntArray, rank: IntArray, gap: FloatArray) -> FloatArray:
-        """Return the acceptance of each node, in (0, 1), given that its parent was accepted. All arguments [M]."""
+        """Return each node's acceptance probability [M], given that its parent was accepted."""
         ...
 
 
@@ -125,7 +121,7 @@ class LevelRule(Protocol):
 
 
 class Drafter(Protocol):
-    """Proposer of trees, which change only the speed, never the tokens (the law)."""
+    """Proposer of trees, which affect speed but never tokens."""
 
     name: str
 
@@ -134,15 +130,15 @@ class Drafter(Protocol):
         ...
 
     def observe(self, batch: DraftBatch, new_lengths: IntArray) -> None:
-        """Learn after a commit: sequence i of the batch now has `new_lengths[i]` tokens in `batch.tokens[rows[i]]`."""
+        """Learn after a commit: sequence i now has `new_lengths[i]` tokens in `batch.tokens[rows[i]]`."""
         ...
 
     def start(self, row: int, tokens: IntArray, group: str, history: tuple[tuple[int, ...], ...]) -> None:
-        """Start a sequence with `tokens` in table row `row`; `history` holds earlier rollouts of the same prompt."""
+        """Start a sequence with `tokens` in table row `row`; `history`: earlier rollouts of its prompt."""
         ...
 
     def forget(self, row: int) -> None:
-        """Forget the row's sequence, which left (finished, preempted, cancelled, exported)."""
+        """Forget the sequence that left the row."""
         ...
 
     def reset(self) -> None:

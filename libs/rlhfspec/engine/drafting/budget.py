@@ -1,5 +1,4 @@
-"""Choose after drafting which nodes to verify, with one sort. A child is never likelier than its parent, so every
-prefix of the nodes sorted by path acceptance is a valid forest."""
+"""Choice of the drafted nodes to verify. Any prefix of nodes sorted by path acceptance is a valid forest."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ _LEAST_WEIGHT, _MOST_WEIGHT = 0.25, 4.0  # for sequences with much less or more 
 
 
 def best_nodes(path_acceptance: FloatArray, num_nodes: int, ranked: FloatArray | None = None) -> IntArray:
-    """Return the ascending indices of the best `num_nodes`; among equals the first, so that parents precede children.
-    `ranked`: the same values in descending order.
+    """Return ascending indices of the best `num_nodes` (ties: the first). `ranked`: the values in descending order.
 
     >>> best_nodes(np.array([0.9, 0.5, 0.5, 0.8], np.float32), 3).tolist()
     [0, 1, 3]
@@ -35,7 +33,7 @@ def best_nodes(path_acceptance: FloatArray, num_nodes: int, ranked: FloatArray |
 
 
 def worth_by_room(forest: Forest, room: IntArray) -> FloatArray:
-    """Weight each node's acceptance by its sequence's remaining room, which keeps batches large to the end."""
+    """Weight each node's acceptance by its sequence's remaining room, to keep batches large."""
     mean = room.mean() if len(room) else 0.0
     if mean <= 0.0 or (room == room[0]).all():
         return forest.path_acceptance
@@ -51,7 +49,7 @@ def descending(values: FloatArray) -> FloatArray:
 
 @lru_cache(maxsize=4096)
 def budgets(limit: int) -> npt.NDArray[np.int64]:
-    """Return the numbers of nodes to evaluate: every one, or an even grid if there are many.
+    """Return the node counts to evaluate: every one, or an even grid of many.
 
     >>> budgets(5).tolist(), len(budgets(900))
     ([0, 1, 2, 3, 4, 5], 49)

@@ -1,5 +1,6 @@
-"""Index of what followed a context in growing texts, for contexts of the last 16, 8, 4 and 2 tokens. The next shorter
-context shares the remaining probability. Contexts are kept by hash: a collision costs a bad guess, never a wrong token.
+"""Index of the tokens that followed contexts of 16, 8, 4 and 2 tokens in growing texts.
+
+A shorter context shares the remaining probability. A hash collision costs a bad guess, never a wrong token.
 
 >>> index = ContextIndex()
 >>> index.add((1, 2, 3, 1, 2, 3, 1, 2), start=0)

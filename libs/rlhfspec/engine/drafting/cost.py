@@ -1,10 +1,11 @@
-"""Cost of a step: curves measured at start-up, each corrected by one factor that follows every step. A cost has a
-*kind* and grows with a number of rows:
+"""Cost model of a step: curves by kind and rows, measured at start-up and corrected by a factor at every step.
+
+Kinds of cost:
 
     target             one forward of the target over `rows` tokens (and the context that attention reads)
-    draft-first:NAME   a proposal's first level: one row a sequence, and one for each token it has to catch up with
+    draft-first:NAME   a proposal's first level: a row per sequence, and per token to catch up with
     draft:NAME         one further level that expands `rows` nodes
-    host:NAME          what is left of a step with `rows` sequences (host:plain when nothing is drafted)
+    host:NAME          the rest of a step with `rows` sequences (host:plain without a draft)
 """
 
 from __future__ import annotations
@@ -39,8 +40,7 @@ def host_kind(drafter: str | None) -> str:
 
 
 class CostTable:
-    """Seconds by rows: linear between knots, then as steep as they allow, times `factor`. `factor` follows the
-    logarithm of real / predicted, with large errors clipped."""
+    """Piecewise linear seconds by rows, times `factor`, which follows real over predicted time."""
 
     __slots__ = ("factor", "knots", "num_seen", "per_kv", "rows")
 
@@ -81,8 +81,7 @@ class CostTable:
 
 
 def from_below(rows: Sequence[int], seconds: Sequence[float]) -> list[float]:
-    """Return the largest convex curve below the measurements. True costs are convex and noise only adds time, so this
-    removes single outliers.
+    """Return the largest convex curve below the measurements, since costs are convex and noise only adds time.
 
     >>> from_below([1, 2, 4, 8], [1.0, 5.0, 2.5, 4.5])
     [1.0, 1.5, 2.5, 4.5]
@@ -114,9 +113,10 @@ class CostModel:
         repetitions: int = 3,
         kv_tokens_per_row: int = 0,
     ) -> CostModel:
-        """Measure target and drafters over the grid: the minimum of interleaved repetitions, made convex by
-        `from_below`. `kv_tokens_per_row` adds a long context, to price a context token. Host kinds are learnt from
-        steps."""
+        """Measure target and drafters over a grid of rows: the convex minimum of interleaved repetitions.
+
+        `kv_tokens_per_row` adds a long context, to price a context token.
+        """
         grid = tuple(row_grid)
         kinds = [TARGET, *(draft_kind(name, first=first) for name in drafters for first in (True, False))]
         best = {(kind, rows): math.inf for kind in kinds for rows in grid}
@@ -134,7 +134,7 @@ class CostModel:
         return cls(tables)
 
     def table(self, kind: str, *, keep: bool = True) -> CostTable:
-        """Return the kind's table; an unmeasured kind starts from a guess, which `keep` stores as its table."""
+        """Return the table of a kind, or a guess if unmeasured, which `keep` stores."""
         if kind not in self.tables:
             family = kind.partition(":")[0]
             if family not in _GUESSES:
@@ -151,7 +151,7 @@ class CostModel:
         return self.table(host_kind(drafter)).seconds(num_sequences)
 
     def plain_seconds(self, num_sequences: int, num_prefill_rows: int, kv_tokens: int) -> float:
-        """Return the seconds of a step without drafts, excluding prefill rows, which are owed in any case."""
+        """Return the seconds of a step without drafts, excluding prefill rows, which are owed anyway."""
         target = self.table(TARGET).seconds(num_sequences + num_prefill_rows, kv_tokens)
         return target - self.owed_seconds(num_prefill_rows) + self.host_seconds(None, num_sequences)
 

@@ -1,4 +1,4 @@
-"""Rule that decides between two levels of a draft whether one more is worth its time."""
+"""Level rule that continues a draft while another level is worth its time."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ LEVELS_AHEAD = (1, 2, 4)  # evaluated together: costs have steps that one level 
 
 @dataclass(frozen=True, slots=True)
 class LevelTerms:
-    """Inputs of a PayingLevel. success: expected accepted children of an expanded node. verified_rows: rows of the
-    verification if the draft ended now. tokens_per_second: the value of time."""
+    """Inputs of a PayingLevel."""
 
     target: CostTable
     level: CostTable
-    tokens_per_second: float
-    success: float
-    verified_rows: int
+    tokens_per_second: float  # value of time
+    success: float  # expected accepted children per expanded node
+    verified_rows: int  # rows of the verification if the draft ended now
 
 
 class PayingLevel:
-    """Level rule that adds a level only if its tokens pay for its draft and its rows in the verification.
+    """Level rule that adds a level only if its tokens pay for drafting and verification.
 
     >>> flat, level = CostTable([1, 100], [0.01, 0.01]), CostTable([1, 100], [0.001, 0.001])
     >>> rule = PayingLevel(LevelTerms(flat, level, tokens_per_second=100.0, success=0.8, verified_rows=2))

@@ -1,5 +1,4 @@
-"""Drafting with a smaller model of the same vocabulary. The draft uses the target's blocks with its own KV tensor and
-its own permutation of slots. Under the law the drafter adds the target's own noise to its log-probabilities."""
+"""Drafting with a smaller model in its own KV space, adding the target's noise to its log-probabilities."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ class DraftRows:
 
 @dataclass(frozen=True, slots=True)
 class Expanded:
-    """Nodes run through the draft model in a proposal, level by level; accepted ones keep their KV."""
+    """Nodes run through the draft model, level by level; accepted ones keep their KV."""
 
     nodes: IntArray  # [4, E] sequence, parent (in the level above, -1 = root), token, place in the row's slot table
     level_rows: npt.NDArray[np.int64]  # [levels]
@@ -57,7 +56,7 @@ class Roots:
 
 
 class DraftEngine(Protocol):
-    """Engine interface of the drafter: a forward in its own KV space, and a row's slots there."""
+    """Engine interface of the draft model: its forward and its KV space."""
 
     @property
     def slots(self) -> IntArray:
@@ -69,29 +68,28 @@ class DraftEngine(Protocol):
 
     @property
     def cached(self) -> IntArray:
-        """Return the leading positions [R] with valid draft KV; the engine sets a row's first value."""
+        """Return the numbers [R] of leading positions with valid draft KV."""
         ...
 
     def candidates(self, rows: DraftRows, k: int) -> tuple[IntArray, FloatArray]:
-        """Run the rows; return the best k tokens and perturbed scores of the wanted ones, [n, k] each."""
+        """Run the rows and return the best k tokens and perturbed scores [n, k] of `logit_rows`."""
         ...
 
     def grow(
         self, batch: DraftBatch, plan: DraftPlan, roots: Roots, curves: tuple[Floats, Floats], terms: LevelTerms | None
     ) -> GrownTrees | None:
-        """Run all levels in one native call, with the trees of `grow` below; return None if there is no such call.
-        `terms`: None = every level is run."""
+        """Run all levels (without `terms`: unconditionally) in one native call; return None if there is none."""
         ...
 
     def keep(self, batch: DraftBatch, expanded: Expanded, new_lengths: IntArray) -> bool:
-        """Run `keep_drafted` in one native call; return False, with nothing done, if there is none."""
+        """Run `keep_drafted` in one native call; return False if there is none."""
         ...
 
     def prefix_computed(self, row: int) -> None: ...
 
 
 class ModelDrafter:
-    """Drafter that grows trees by level: expand the best frontier, keep `branch` children each, continue if it pays."""
+    """Drafter that grows trees level by level with a draft model, while another level pays."""
 
     name = "model"
 
@@ -119,7 +117,7 @@ class ModelDrafter:
     def _grow_at_once(
         self, batch: DraftBatch, plan: DraftPlan, roots: Roots, acceptance: Acceptance, rule: LevelRule
     ) -> GrownTrees | None:
-        """Grow in one native call, if acceptance and rule can be given as plain numbers; otherwise return None."""
+        """Grow in one native call, or return None if acceptance or rule need Python."""
         if not (isinstance(acceptance, AcceptanceModel) and isinstance(rule, Always | PayingLevel)):
             return None
         terms = rule.terms if isinstance(rule, PayingLevel) else None
@@ -175,7 +173,7 @@ class ModelDrafter:
 def grow(
     engine: DraftEngine, batch: DraftBatch, plan: DraftPlan, roots: Roots, acceptance: Acceptance, rule: LevelRule
 ) -> GrownTrees:
-    """Grow the trees one level at a time, as the slow twin of `DraftEngine.grow`."""
+    """Grow the trees level by level, as the reference for `DraftEngine.grow`."""
     tree = _Tree(batch, plan, acceptance, engine.slots, engine.capacity)
     tree.add_children(roots.sequence, np.full(len(roots.sequence), -1, np.int32), roots.tokens, roots.scores)
     for level in range(2, plan.depth + 1):
@@ -194,7 +192,7 @@ def grow(
 def keep_drafted(
     batch: DraftBatch, expanded: Expanded, new_lengths: IntArray, slots: IntArray, cached: IntArray
 ) -> None:
-    """Keep the draft KV of expanded nodes that the target chose, by swapping slot table entries."""
+    """Keep the draft KV of accepted nodes by swapping slot table entries."""
     alive = np.empty(0, np.bool_)
     ends = np.cumsum(expanded.level_rows)
     for level, nodes in enumerate(np.split(expanded.nodes, ends[:-1], axis=1)):

@@ -1,5 +1,4 @@
-"""The law's noise (docs/law.md) for a few tokens. Philox4x32-10 runs on 64-bit lanes of one large Python integer, which
-avoids numpy's overhead per call.
+"""Noise of the law (docs/law.md) for a few tokens: Philox4x32-10 on 64-bit lanes of one large Python integer.
 
 >>> [f"{word:08x}" for word in philox((0, 0, 0, 0), (0, 0))]
 ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
@@ -24,7 +23,7 @@ _MOST_LANES = 128  # longer numbers leave the fastest cache
 
 
 def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Return the random words of one counter; slow twin of the lanes below."""
+    """Return the random words of one counter; reference for the lanes below."""
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(_ROUNDS):
         product0, product1 = _M0 * c0, _M1 * c2
@@ -34,7 +33,7 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
 
 
 def gumbel(seed: int, position: int, token: int) -> float:
-    """Return the noise of one token; slow twin of `gumbels`."""
+    """Return the noise of one token; reference for `gumbels`."""
     word = philox((token // 4, position, 0, 0), (seed & _WORD, seed >> 32))[token % 4]
     return -math.log(-math.log1p(-(word + 0.5) / 2**32))
 
@@ -62,7 +61,7 @@ def gumbels(seeds: Sequence[int], positions: Sequence[int], tokens: Sequence[int
 
 @lru_cache(maxsize=1024)
 def _constants(num_lanes: int) -> tuple[int, int, int]:
-    """Return, repeated in every lane, the low word's mask and the two key increments."""
+    """Return the low word's mask and the two key increments, repeated in every lane."""
     ones = int.from_bytes(array("Q", [1] * num_lanes).tobytes(), sys.byteorder)
     return ones * _WORD, ones * _W0, ones * _W1
 

@@ -1,4 +1,4 @@
-"""Buffer that collects outcomes of several steps, because a numpy call costs the same for one step as for eight."""
+"""Buffer of several steps' outcomes, because one numpy call for all is cheaper."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Expected tokens per second of every plan for a batch: what its last forests promised, over predicted costs. A factor
-per drafter corrects the promises."""
+"""Expected tokens per second of every plan: corrected promises of its last forests, over predicted costs."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ _TRUTH_KEPT = 0.98  # share of the memory kept per step
 _TRIAL_SHARE = 0.002  # of time for trials of one plan that is not in use
 _MUCH_SMALLER = 0.7
 _EARLY_USES, _LEARN_EVERY = 8, 4  # uses of a plan
-_BUSHES_UP_TO = 2  # sequences: rows of the verification must be almost free
+_BUSHES_UP_TO = 2  # sequences: wide trees need almost free rows in the verification
 _SHORTEST_WAIT = 8  # steps between such trials
 
 
@@ -109,7 +108,7 @@ class DraftOutlook:
         self.best_rate = self.rates[self.best]
 
     def trial(self, step: int) -> DraftPlan | None:
-        """Return a plan not in use whose last forests are old. The more a trial loses, the rarer it is."""
+        """Return an unused plan that is due for a trial, or None. Costly trials are rarer."""
         for plan, rate in self.rates.items():
             if plan in (PLAIN, self.best):
                 continue
@@ -129,7 +128,7 @@ class DraftOutlook:
         return self._of[plan].success
 
     def learn_forest(self, plan: DraftPlan, forest: Forest, num_sequences: int) -> None:
-        """Learn from a proposed forest; a well-known plan learns from one in four, because sorting takes time."""
+        """Learn from a proposed forest; well-known plans use one in four, because sorting takes time."""
         prospect = self._of.get(plan)
         if prospect is not None and (prospect.num_used <= _EARLY_USES or prospect.num_used % _LEARN_EVERY == 0):
             prospect.learn(forest, num_sequences)

@@ -1,5 +1,4 @@
-"""Adaptive choice of the strategy at every step: before drafting, between levels and after drafting. It maximizes
-expected tokens (calibrated acceptance) over expected seconds (measured tables); see docs/generation.md."""
+"""Adaptive choice of the drafting strategy by expected tokens per expected second (docs/generation.md)."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ class AdaptiveSelector:
         terms = LevelTerms(
             self._costs.table(TARGET),
             self._costs.table(draft_kind(plan.drafter), keep=False),
-            # per sequence, a level of a part costs more than one of all: there the plan alone sets the depth
+            # in a trial on part of the batch, a level costs more per sequence: the plan alone sets its depth
             tokens_per_second=self._outlook.best_rate if plan.num_sequences is None else 0.0,
             success=self._outlook.success(plan),
             verified_rows=2 * len(state.rows) + state.num_prefill_rows,

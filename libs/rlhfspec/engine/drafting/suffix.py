@@ -1,5 +1,4 @@
-"""Drafting without a model: continuations of the longest matching suffix seen before, in the sequence, its siblings in
-the prompt group and earlier rollouts. Candidates are ranked by log-chance plus the noise that the target will add."""
+"""Drafting without a model: continuations of matching suffixes in the prompt group and in earlier rollouts."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ _LEAST_PATH = 0.02  # less likely paths are not expanded
 _MOST_BRANCH = 4
 _TOKENS_INDEXED_PER_STEP = 768  # a backlog (after steps without this drafter) is indexed gradually
 _MOST_WAITING_TEXTS = 64  # per group: texts of finished members and earlier rollouts not yet indexed
-_STEPS_REMEMBERED = 4  # a node's children are recomputed after so many steps, because siblings have written more
+_STEPS_REMEMBERED = 4  # steps after which a node's children are recomputed, because siblings have written more
 _MOST_REMEMBERED = 256  # nodes per sequence
 
 _GroupKey = str | bytes
@@ -32,7 +31,7 @@ _Node = tuple[int, int, tuple[int, ...], float]
 
 @dataclass(slots=True)
 class _Group:
-    """Index shared by the samples of one prompt. It outlives its members for a while, for latecomers."""
+    """Index shared by the samples of one prompt. It outlives its members for a while."""
 
     key: _GroupKey
     index: ContextIndex
@@ -61,8 +60,7 @@ class _Wanted:
 
 
 class SuffixDrafter:
-    """Drafter that looks up suffixes. A level expands the `plan.width * B` likeliest nodes of the level above and keeps
-    `plan.branch` children of each."""
+    """Drafter that looks up suffixes, expanding the `plan.width * B` likeliest nodes of each level."""
 
     name = "suffix"
 
@@ -112,7 +110,7 @@ class SuffixDrafter:
             self._sequences[row].length = length
 
     def reset(self) -> None:
-        """Do nothing: older text is as good a guess under new weights."""
+        """Keep the index: older text is as good a guess under new weights."""
 
     def clear(self) -> None:
         for key in self._idle:
@@ -120,7 +118,7 @@ class SuffixDrafter:
         self._idle.clear()
 
     def propose(self, batch: DraftBatch, plan: DraftPlan, acceptance: Acceptance, rule: LevelRule) -> Forest:
-        """Propose without asking `rule`: a level costs microseconds, and the budget prunes."""
+        """Propose trees without consulting `rule`, because a level costs microseconds."""
         self._step += 1
         self._index_new(batch)
         wanted, frontier = self._roots(batch, plan.depth)
@@ -209,7 +207,7 @@ class _Draft:
         return next_frontier
 
     def _find_children(self, frontier: list[_Node], level: int) -> None:
-        """Compute the children of all frontier nodes, drawing the noise of new candidates in one call."""
+        """Compute the children of all frontier nodes, drawing new noise in one call."""
         new = []
         seeds: list[int] = []
         positions: list[int] = []
@@ -254,7 +252,7 @@ class _Draft:
 
 
 def _children(tokens: tuple[int, ...], scores: Sequence[float], log_rest: float) -> list[_Child]:
-    """Return the best candidates under the noise. Unseen tokens compete too, which bounds the best one's lead.
+    """Return the best candidates under the noise. Unseen tokens compete too, bounding the best one's lead.
 
     >>> [(token, round(gap, 2)) for token, gap, _ in _children((5, 6), (-2.0, -0.5), -1.5)]
     [(6, 1.0), (5, 1.5)]

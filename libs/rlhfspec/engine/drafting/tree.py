@@ -1,4 +1,4 @@
-"""Walk trees to find the drafted nodes that the target chose, one numpy pass per level."""
+"""Tree walks to the drafted nodes that the target chose, in one numpy pass per level."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def accept(forest: Forest, num_sequences: int, root_choice: IntArray, node_choic
 
 
 def ancestors(forest: Forest) -> IntArray:
-    """Return [M, D]: the node indices on each node's path, itself last, padded with -1."""
+    """Return the node indices [M, D] on each node's path, itself last, padded with -1."""
     depth = int(forest.depth.max()) if forest.size else 0
     table = np.full((forest.size, depth), -1, np.int32)
     for level in range(1, depth + 1):
@@ -55,7 +55,7 @@ def ancestors(forest: Forest) -> IntArray:
 
 
 def index_in_sequence(forest: Forest, num_sequences: int) -> IntArray:
-    """Return [M]: 0, 1, 2, ... among the nodes of the same sequence."""
+    """Return each node's index [M] among the nodes of its sequence."""
     order = np.argsort(forest.sequence, kind="stable")
     counts = np.bincount(forest.sequence, minlength=num_sequences)
     starts = np.concatenate(([0], np.cumsum(counts)[:-1]))

@@ -1,5 +1,4 @@
-"""Prompt chunks by FlashAttention, on a GPU in the fast mode. It needs a chunk's keys as one run, copied from the
-slots, which pays for many rows; all other rows stay with our kernel."""
+"""FlashAttention for long prompt chunks on a GPU, over keys copied from slots. Other rows use `tree_attention`."""
 
 from __future__ import annotations
 
@@ -17,13 +16,12 @@ from rlhfspec.kernels.attention_splits import SPLIT
 from rlhfspec.kernels.flash import disagreement, flash_attention, why_not
 from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention
 
-LEAST_ROWS = 64  # of a chunk; shorter ones are faster in our kernel and replay from a graph
+LEAST_ROWS = 64  # of a chunk; shorter ones are faster in `tree_attention` and replay from a graph
 
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Rows of a forward from `first_row` on: runs of tokens by position, one after the other. In the example three
-    tokens of one prompt follow a row of another sequence.
+    """Prompt chunks of a forward: rows from `first_row` on, as runs of consecutive positions (here one, of 3 rows).
 
     >>> table = np.arange(12, dtype=np.int32).reshape(2, 6)
     >>> rows = [np.array(each, np.int32) for each in ([6, 2, 3, 4], [1, 0, 0, 0], [1, 3, 4, 5])]
@@ -40,8 +38,7 @@ class Chunks:
 
     @classmethod
     def of(cls, meta: AttentionMeta, *, least_rows: int, most_keys: int) -> Chunks | None:
-        """Return all runs of numpy `meta` from the first one of at least `least_rows` on. None: there is no such run, a
-        tree follows, or there are more than `most_keys` keys."""
+        """Return the runs from the first long one on; None if there is none, a tree follows, or keys are too many."""
         rows, context, slots, extra = (
             np.asarray(each) for each in (meta.table_rows, meta.context_lens, meta.slots, meta.extra)
         )
@@ -96,7 +93,7 @@ class ChunkedMeta(AttentionMeta):
         return self._before
 
     def seen(self, window: int | None) -> _Seen:
-        """Return the visible keys under `window` without waiting for the device: the host knows their number."""
+        """Return the visible keys under `window` without waiting for the device."""
         if window not in self._seen:
             hidden = _hidden(self.chunks.starts, self.chunks.lengths, window)
             counts = self.chunks.lengths - hidden
@@ -122,7 +119,7 @@ def chunk_attention(
     query: Tensor, key: Tensor, value: Tensor, kv: Tensor, layer: int, meta: ChunkedMeta,
     *, scale: float, sliding_window: int | None, split: int,
 ) -> Tensor:  # fmt: skip
-    """Run `tree_attention` with FlashAttention for the chunks and our kernel for the rows before them."""
+    """Run `tree_attention`, with FlashAttention for the chunks."""
     first, block_size = meta.chunks.first_row, kv.shape[3]
     numbers = kv.view(-1, *kv.shape[4:])  # [blocks x layers x 2 x block size, Hkv, D]
 
@@ -147,12 +144,14 @@ def chunk_attention(
     return torch.cat([others, out])
 
 
-# ---- which attentions of a model run so ------------------------------------------------------------------------------
+# ---- which attentions use FlashAttention -----------------------------------------------------------------------------
 
 
 def why_ours(spec: AttentionSpec, kv: Tensor) -> str:
-    """Return the reason why this attention's chunks stay with our kernel, or an empty string. FlashAttention must
-    support it and agree on two chunks in slots of any order, one behind others. kv: the model's cache."""
+    """Return why FlashAttention cannot run this attention's chunks, or an empty string.
+
+    FlashAttention must support the attention and agree with `tree_attention` on two test chunks.
+    """
     reason = why_not(
         kv.device, kv.dtype, kv.shape[5], kv.shape[5], chunk=spec.chunk, softcap=spec.softcap, has_sinks=spec.has_sinks
     )
@@ -182,7 +181,7 @@ def why_ours(spec: AttentionSpec, kv: Tensor) -> str:
 
 
 def told(reasons: Sequence[str]) -> str:
-    """Describe for the manifest what runs a prompt's chunks, given each attention's reason against FlashAttention.
+    """Describe what runs prompt chunks, given each attention's reason against FlashAttention.
 
     >>> told(["", "FlashAttention knows no chunked attention"])
     'varlen_attn in 1 of 2 layers; FlashAttention knows no chunked attention'

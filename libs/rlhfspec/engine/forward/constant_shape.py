@@ -1,5 +1,4 @@
-"""Run any rows as forwards of one shape, so that on a device a row's bits do not depend on other rows: libraries choose
-the order of sums by shape. Padding rows write and see nothing. Rows see only earlier rows, so forwards run in sequence.
+"""Forwards of constant shape, because libraries choose the order of sums, and so a row's bits, by shape.
 
 >>> batch = AttentionMeta(*(np.zeros(3, np.int32) for _ in range(3)), np.zeros((3, 0), np.int32),
 ...                       np.zeros((1, 4), np.int32))
@@ -36,7 +35,7 @@ def parts(
 
 
 def rows_of(wanted: IndexArray, num_rows: int = ROWS) -> Iterator[tuple[IndexArray, int]]:
-    """Yield the padded rows whose logits one call computes, and how many of them are wanted."""
+    """Yield the padded rows of each logits call, and how many of them are wanted."""
     for first in range(0, len(wanted), num_rows):
         part = wanted[first : first + num_rows]
         yield _filled(part, 0, num_rows), len(part)

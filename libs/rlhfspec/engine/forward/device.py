@@ -26,7 +26,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def check_fits(device: torch.device, fraction: float, *, weights: int, kv: int) -> None:
-    """Raise InvalidRequest, before anything is on the device, if weights and KV (bytes) do not fit."""
+    """Raise InvalidRequest if weights and KV (bytes) do not fit the device."""
     if is_measured(device) and weights + kv > free_bytes(device, fraction):
         parts = (f"weights take {gigabytes(weights)}", f"{gigabytes(kv)} of keys and values")
         raise InvalidRequest(FIELD, fraction, does_not_fit(device, fraction, *parts))
@@ -47,7 +47,8 @@ def does_not_fit(device: torch.device, fraction: float, *parts: str) -> str:
 
 
 def gigabytes(num_bytes: int) -> str:
-    """
+    """Format bytes as gigabytes.
+
     >>> gigabytes(16_060_000_000), gigabytes(250_000)
     ('16.06 GB', '0.00025 GB')
     """

@@ -1,4 +1,4 @@
-"""Draft model forwards for `engine.drafting.model`, in its own KV space, and whole trees in one native call."""
+"""Draft model forwards in their own KV space, and whole trees in one native call."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class DraftForward:
     def keep(self, batch: DraftBatch, expanded: Expanded, new_lengths: IntArray) -> bool:
         if isinstance(self._space, SharedSpace):
             return True  # the verification wrote it
-        sequence, _, _, held_at = expanded.nodes  # the places among which entries are swapped, by the slow twin too
+        sequence, _, _, held_at = expanded.nodes  # entries that may be swapped, natively or by `keep_drafted`
         self._space.table.changes(batch.rows[sequence], held_at)
         return draft.keep(
             expanded.nodes, expanded.level_rows, rows=batch.rows, lengths=batch.lengths, new_lengths=new_lengths,

@@ -1,7 +1,4 @@
-"""The policy with quantised weights, as the drafter of itself.
-
-It attends to the policy's own keys and values of verified tokens. A draft writes only places behind them, and the next
-verification writes all that it keeps."""
+"""Quantised copy of the policy that drafts for it, over the policy's own KV."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from rlhfspec.kernels.linear import PackedGatedMLP, PackedLinear
 
 
 class FewBits:
-    """A model's copy in few bits that shares everything but its matrices, and its runner over the model's KV."""
+    """8-bit copy of a model that shares all but its matrices, with a runner over the model's KV."""
 
     def __init__(self, runner: ModelRunner, *, is_optional: bool) -> None:
         self.is_optional = is_optional  # dropped where start-up costs say that it does not pay
@@ -32,7 +29,7 @@ class FewBits:
 
     @torch.inference_mode()
     def requantise(self) -> None:
-        """Follow the policy's weights."""
+        """Update the copy after the policy's weights changed."""
         for copied, layer in self._pairs:
             requantise(copied, layer)
         if self.runner.native is not None:

@@ -1,6 +1,4 @@
-"""Replay a forward from fixed buffers, one captured graph per shape bucket (CUDA graphs). Padding rows write and see
-nothing, so they cannot change a result. All buckets share one memory pool, so switching strategy never captures
-again."""
+"""CUDA graphs of forwards, one per shape bucket in a shared pool. Padding rows write and see nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ class GraphedForward:
         self._tables: dict[tuple[int, ...], torch.Tensor] = {}  # by shape: one for all graphs
 
     def __call__(self, tokens: IndexArray, positions: IndexArray, meta: AttentionMeta) -> torch.Tensor | None:
-        """Return hidden states [1, bucket, hidden], valid in the first N rows; None for shapes beyond the buckets."""
+        """Return hidden states [1, bucket, hidden], valid in the first N rows; None beyond the buckets."""
         rows, depth = len(tokens), meta.extra.shape[1]
         if rows > ROW_BUCKETS[-1] or depth > EXTRA_BUCKETS[-1]:
             return None
@@ -48,8 +46,7 @@ class GraphedForward:
         return captured.replay()
 
     def record(self, slot_table: IndexArray, *, rows: tuple[int, int], depth: int) -> None:
-        """Capture all shapes of steps with `rows` from fewest to most and trees up to `depth`, because a capture is
-        slow. The largest come first; the others reuse their memory."""
+        """Capture all shapes for `rows` (fewest, most) and trees up to `depth`, largest first to reuse memory."""
         first, last = (bisect_left(ROW_BUCKETS, count) for count in rows)
         for bucket in reversed(ROW_BUCKETS[first : last + 1]):
             for width in reversed(EXTRA_BUCKETS[: bisect_left(EXTRA_BUCKETS, depth) + 1]):
@@ -105,7 +102,7 @@ def can_capture(device: torch.device) -> bool:
 
 
 class CudaCapture:
-    """Capture of one CUDA graph per call, all in one memory pool. Other threads may call CUDA meanwhile."""
+    """Capture of CUDA graphs in one memory pool. Other threads may call CUDA meanwhile."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()

@@ -1,6 +1,7 @@
-"""One runner in several processes: rank 0 schedules, samples and drafts. Before its runner touches the model or KV, it
-sends the other ranks a command with all inputs. Between steps it gathers KV that leaves and scatters KV that arrives,
-so a range is in all parts or in none, under one checksum."""
+"""Model runner over several ranks. Rank 0 schedules, samples and drafts, and sends commands to the others.
+
+Rank 0 also gathers and scatters the KV of moving sequences, so that a range is on all ranks or on none.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ class Others:
     def forward(
         self, tokens: IndexArray, positions: IndexArray, meta: AttentionMeta, logit_rows: IndexArray, graphed: bool
     ) -> None:
-        """Run this forward in the other processes. They get only the slot table entries that it reads."""
+        """Run a forward on the other ranks, sending only the slot table entries it reads."""
         rows = np.unique(meta.table_rows)
         width = int(np.max(np.asarray(meta.context_lens), initial=0))
         arrays = {
@@ -62,7 +63,7 @@ class Others:
         self._group.command(LedCommand.COPY, source=_tensor(source), target=_tensor(target))
 
     def read(self, slots: IntArray, out: Bytes, read_own: Callable[[IntArray, Bytes], None]) -> None:
-        """Read KV of these slots into `out` [n, bytes per position of all]: the ranks' parts, in order."""
+        """Read the KV of slots into `out` [n, bytes per position], the ranks' parts in order."""
         self._group.command(LedCommand.READ, slots=_tensor(slots))
         parts = _parts_of(out, self.num_processes)
         read_own(slots, own := np.empty(parts[0].shape, np.uint8))
@@ -96,7 +97,7 @@ class Others:
 
 
 def follow(runner: Any, group: Ranks) -> None:
-    """Run what rank 0 commands on this rank's `ModelRunner` until it stops. Raise StageStalled if rank 0 is gone."""
+    """Run rank 0's commands on this rank's `ModelRunner` until stopped. Raise StageStalled if rank 0 is gone."""
     does = _Follower(runner, group)
     table: dict[str, Callable[..., None]] = {
         LedCommand.FORWARD: does.forward,
@@ -143,7 +144,7 @@ class _Follower:
 
 
 def _parts_of(kv: Bytes, num_processes: int) -> Bytes:
-    """Return a view of KV [n, bytes per position of all] by rank: [processes, n, bytes per position of one]."""
+    """Return KV [n, bytes per position] as a view by rank: [ranks, n, bytes per position of one]."""
     parts: Bytes = kv.reshape(len(kv), num_processes, -1).swapaxes(0, 1)
     return parts
 

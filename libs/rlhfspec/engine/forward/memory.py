@@ -1,9 +1,9 @@
-"""Number of KV tokens that fit a device beside weights and the largest forward.
+"""Size of the KV cache on a device, beside weights and the largest forward.
 
-On a CPU memory is mapped on demand, so every row has room for a full context; a device's memory is taken at the start.
+A CPU maps memory on demand, so every row gets room for a full context. A device's memory is taken at the start.
 
     budget = the device's memory x fraction          # of this process
-    KV     = budget - what the process has there - 2 x largest forward    # one run plainly, one in captured graphs
+    KV     = budget - the process's memory there - 2 x largest forward    # one plain, one in captured graphs
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _TREE_NODES = 16  # per row, when all rows have some
 
 
 def least(config: EngineConfig) -> EngineConfig:
-    """Return the configuration with KV for one sequence: enough to check a model before KV is sized."""
+    """Return the configuration with KV for one sequence, enough to check a model."""
     if config.kv_cache_tokens is not None or not is_measured(torch.device(config.device)):
         return config
     return config.holding(config.table_width // config.block_size)
 
 
 def sized(config: EngineConfig, runners: Sequence[ModelRunner], group: Ranks | None) -> EngineConfig:
-    """Return the configuration with as many blocks as the device takes, and resize the runners' KV to it."""
+    """Resize the runners' KV to the device, and return the configuration with that many blocks."""
     device = torch.device(config.device)
     if config.kv_cache_tokens is not None or not is_measured(device):
         return config
@@ -61,7 +61,7 @@ def sized(config: EngineConfig, runners: Sequence[ModelRunner], group: Ranks | N
 
 @torch.inference_mode()
 def _forward_bytes(runner: ModelRunner, config: EngineConfig) -> int:
-    """Return the bytes of the largest step beside weights and KV: a whole prefill chunk, and a tree for every row."""
+    """Return the bytes of the largest step beside weights and KV: a prefill chunk and all rows' trees."""
     num_logits = config.max_sequences * (1 + min(config.tree_slots, _TREE_NODES))
     rows = config.prefill_chunk + num_logits
     nothing, index = np.zeros(rows, np.int32), np.arange(num_logits, dtype=np.int32)

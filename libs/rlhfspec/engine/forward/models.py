@@ -1,4 +1,4 @@
-"""Engine state from a path: models on our kernels, tokenizer, memory."""
+"""Construction of the engine state: models, tokenizer, memory."""
 
 from __future__ import annotations
 
@@ -42,8 +42,10 @@ def load_state(path: str | Path, *, drafter: str | Path | None, options: dict[st
 def make_state(
     model: Any, config: EngineConfig, *, draft: Any = None, tokenizer: Any = None, group: Ranks | None = None
 ) -> EngineState:
-    """Build the engine state of Hugging Face models in memory, which are modified in place. `draft` may be "self" or
-    "auto". `group`: the processes that share the target, of which this is rank 0; the draft is rank 0's alone."""
+    """Build the engine state of Hugging Face models, modifying them in place; `draft` may be "self" or "auto".
+
+    `group`: ranks that share the target, of which this is rank 0; only rank 0 holds the draft.
+    """
     eos = eos_token_ids(model)
     own = draft if draft in MADE_OF_THE_POLICY else None
     draft = draft if own is None else None
@@ -87,7 +89,7 @@ def _student(draft: Any, config: EngineConfig) -> Student | None:
 
 
 def follow_engine(model: Any, config: EngineConfig, group: Ranks) -> None:
-    """Hold this rank's part of the model for rank 0's engine until that is closed. For ranks other than 0."""
+    """Serve this rank's part of the model until rank 0's engine closes."""
     _, [runner] = make_runners(model, config, None, group)
     follow(runner, group)
 
@@ -147,7 +149,7 @@ def _runner_config(config: EngineConfig, name: str) -> RunnerConfig:
 
 
 def _tokenizer(path: str | Path) -> Any:
-    """Return the tokenizer, or None; transformers raises different errors for a folder without tokenizer files."""
+    """Return the tokenizer, or None; transformers raises various errors if it is missing."""
     from transformers import AutoTokenizer
 
     try:

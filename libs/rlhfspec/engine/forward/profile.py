@@ -1,5 +1,4 @@
-"""Measure the cost tables at start-up: forwards of target and draft by rows and context, on the empty engine's own
-tensors."""
+"""Measurement of cost tables at start-up, with forwards of target and draft on the empty engine."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ def profile(state: EngineState) -> CostModel:
 
 
 def unmeasured() -> CostModel:
-    """Return guessed tables for when nothing is profiled: every row costs a little, the first a lot."""
+    """Return guessed cost tables for an engine that is not profiled."""
     return CostModel({TARGET: CostTable(ROW_GRID, [_GUESSED_STEP + _GUESSED_ROW * rows for rows in ROW_GRID])})
 
 
@@ -56,8 +55,7 @@ def record(state: EngineState) -> None:
 
 
 def _time_forward(runner: ModelRunner, rows: int, context: int, table_shape: tuple[int, ...], *, draft: bool) -> float:
-    """Return the seconds of one forward of `rows` sequences at the given context, sampling included. On a device the
-    second forward is timed. `table_shape`: of the engine's slot table, which graphs depend on."""
+    """Return the seconds of one forward of `rows` sequences with sampling; on a device, of the second one."""
     device = runner.config.device
     if device.type == "cpu" or runner.others is not None:
         return _time_once(runner, rows, context, _slot_table(runner, (rows, context), context), draft=draft)

@@ -1,5 +1,4 @@
-"""One model that runs flattened batches: unmodified Hugging Face layers over our kernels and the paged cache. Target
-and draft are two runners over the same blocks, each with its own KV tensor."""
+"""Model runner for flattened batches: Hugging Face layers over rlhfspec kernels and a paged KV cache."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ from rlhfspec.messages.records.models import ModelReport
 
 _ATTENTION_NAME = "rlhfspec_tree"
 SPARE_BYTES = 1 << 30  # of KV: 8,000 tokens of an 8B model
-# torch multiplies in fewer bits there. A correct bfloat16 model differs by .011 to .017 from the reference.
+# On CUDA torch multiplies in fewer bits. A correct bfloat16 model differs by .011 to .017 from the reference.
 _TOLERANCES_OF_CUDA = {torch.float32: 2e-3, torch.bfloat16: 3e-2}
 
 
@@ -69,13 +68,12 @@ class RunnerConfig:
     num_spare_blocks: int = 0  # beyond `num_blocks`, limited by SPARE_BYTES: for KV kept only to save time
     attention_split: int = SPLIT
     gpu_memory_fraction: float = 1.0  # part of a device's memory for weights and KV
-    exact_rows: int = 0  # on a device: rows of every forward, so that a row's bits are its own; 0: any shape
+    exact_rows: int = 0  # rows of every forward on a device, for batch-invariant bits; 0: any shape
     must_be_exact: bool = True  # refuse a model that is not exact; otherwise run forwards of any shape
 
 
 class ModelRunner:
-    """Runner of N tokens of any mix of sequences. It modifies the model in place, proves at construction that results
-    match Hugging Face, and documents this in `report`."""
+    """Runner of a model, modified in place and checked against Hugging Face at construction (see `report`)."""
 
     def __init__(self, model: Any, config: RunnerConfig) -> None:
         began = time.perf_counter()
@@ -139,7 +137,7 @@ class ModelRunner:
 
     @property
     def activation_dtype(self) -> torch.dtype:
-        """Return the activation dtype: on a CPU fp32, or fp64 in the reference mode, whatever weights are stored in."""
+        """Return the activation dtype: on a CPU fp32 (fp64 for float64 weights), elsewhere the weights' dtype."""
         if self.config.device.type == "cpu":
             return torch.float64 if self.config.dtype == torch.float64 else torch.float32
         return self.config.dtype
@@ -151,7 +149,7 @@ class ModelRunner:
 
     @cached_property
     def architecture(self) -> str:
-        """Return a digest of shapes, attention, types and arithmetic: the fingerprint without the weights."""
+        """Return a digest of shapes, attention, types and arithmetic, without the weights."""
         arithmetic = f"{self.config.arithmetic}, exact" if self.config.exact_rows else self.config.arithmetic
         parts = (self.config.dtype, self.activation_dtype, arithmetic, self.config.attention_split,
                  self.attentions, type(self.fused.model).__name__, self.fused.shapes)  # fmt: skip
@@ -160,7 +158,7 @@ class ModelRunner:
 
     @property
     def bytes_per_position(self) -> int:
-        """Return the bytes of one position's KV in this process, over all layers."""
+        """Return the KV bytes per position in this process, over all layers."""
         return math.prod(self.kv_shape) * self.config.dtype.itemsize
 
     @property
@@ -169,7 +167,7 @@ class ModelRunner:
         return min(self.config.num_spare_blocks, most)
 
     def hold(self, num_blocks: int) -> None:
-        """Replace the KV by `num_blocks` blocks; its content is lost."""
+        """Reallocate the KV with `num_blocks` blocks, losing its content."""
         self.config = config = replace(self.config, num_blocks=num_blocks)
         self.kv = torch.empty(0)  # free the old tensor before allocating the next
         self.kv = new_kv(
@@ -186,7 +184,7 @@ class ModelRunner:
             self._graphs.record(slot_table, rows=rows, depth=depth)
 
     def fingerprint(self) -> str:
-        """Return what two engines must share to move KV between them: weights, configuration and arithmetic."""
+        """Return a digest of weights, configuration and arithmetic, which must match for KV moves."""
         if not self._digest:
             total = hashlib.blake2b(self.architecture.encode(), digest_size=16)
             for each in checksums(list(self.fused.held())):
@@ -214,8 +212,7 @@ class ModelRunner:
         *,
         graphed: bool = True,
     ) -> torch.Tensor:
-        """Run tokens[N] at positions[N]; return float32 logits [len(logit_rows), vocab]. `meta` tells where each row
-        writes and what it sees. Inputs are all numpy, or all on the device."""
+        """Run tokens [N]; return float32 logits [len(logit_rows), vocab]. Inputs: all numpy, or all on the device."""
         if self.others is not None:
             self.others.forward(tokens, positions, meta, logit_rows, graphed)
         if self.native is not None:
@@ -248,7 +245,7 @@ class ModelRunner:
         )  # the next replay overwrites a graph's result
         logits = [self._logits(hidden, rows)[:count] for rows, count in constant_shape.rows_of(logit_rows, num_rows)]
         if len(logits) == 1:
-            return logits[0]  # not twice in memory
+            return logits[0]  # without a second copy
         return torch.cat(logits) if logits else self._logits(hidden, logit_rows)
 
     def chunks_of(self, meta: AttentionMeta) -> Chunks | None:
@@ -278,14 +275,14 @@ class ModelRunner:
             unpack_from(kv, self.kv, slots)
 
     def native_decoder(self) -> NativeDecoder | None:
-        """Return the one-call decoder if it supports the model; the layers stay as its slow twin."""
+        """Return the one-call native decoder, or None if unsupported."""
         is_cut = cut_of(self.fused.model) is not None
         if self.config.exact_rows or not self.is_row_invariant or is_cut:
             return None
         return native_decoder(self.parts, self.kv, self.activation_dtype, self.config.attention_split)
 
     def _run_layers(self, token_ids: torch.Tensor, position_ids: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
-        """Map [1, N] tokens and positions to hidden [1, N, hidden]; attention finds `meta` through the runner."""
+        """Run the layers on tokens and positions [1, N]; attention reads `meta` through the runner."""
         self._active, self._coming = meta, iter(self.attentions)
         token = _running.set(self)
         try:
@@ -318,7 +315,7 @@ class ModelRunner:
         return out[None, ..., : spec.value_dim].contiguous()
 
     def _why_own_kernel(self) -> list[str]:
-        """Return, per attention, the reason why FlashAttention does not run its chunks; nothing on a CPU."""
+        """Return each attention's reason against FlashAttention (empty: none); an empty list on a CPU."""
         if self.config.device.type == "cpu":
             return []
         if self.config.exact_rows:

@@ -1,5 +1,4 @@
-"""Transfers of a step's small arrays: one copy to the device and one back, through a pinned buffer. Each separate copy
-would cost a launch and, unpinned, a wait.
+"""Transfers of a step's small arrays through a pinned buffer: one copy to the device, one back.
 
 >>> staging = Staging(torch.device("cpu"))
 >>> given = staging.up({"seeds": np.array([1, 2], np.uint64), "top_p": np.ones(2, np.float32)})
@@ -30,7 +29,7 @@ class Staging:
         self._taken: Any = None  # event: the device has read the buffer
 
     def up(self, arrays: Mapping[str, Array]) -> dict[str, Tensor]:
-        """Return the arrays as tensors on the device; unsigned numbers keep their bits."""
+        """Copy arrays to the device as tensors; unsigned numbers keep their bits."""
         ends = np.cumsum([-(-array.nbytes // _ALIGNED) * _ALIGNED for array in arrays.values()]).tolist()
         host = self._room(ends[-1])
         memory = host.numpy()
@@ -46,7 +45,7 @@ class Staging:
         return found
 
     def down(self, tensors: Sequence[Tensor]) -> list[Array]:
-        """Return the tensors as host arrays: all of one shape, of 4 bytes a number or booleans."""
+        """Copy tensors of one shape, boolean or with 4-byte elements, to host arrays."""
         if tensors[0].is_cpu:
             return [tensor.numpy() for tensor in tensors]
         words = [

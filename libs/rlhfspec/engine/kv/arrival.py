@@ -49,7 +49,7 @@ def check_weights(manifest: Manifest, state: EngineState) -> None:
 
 
 def check_range(kv: KVRange, manifest: Manifest, spaces: SequenceOf[KVSpace | None], num_tokens: int) -> None:
-    """Check a KV range. One token must be left to run, because it gives the logits of the next one."""
+    """Check a KV range. One token must remain to run, for the next one's logits."""
     check_type("kv", kv, KVRange)
     _same("request_id", kv.request_id, manifest.request.id)
     check_watermark(kv.start, manifest.epoch, len(spaces))
@@ -66,7 +66,7 @@ def check_range(kv: KVRange, manifest: Manifest, spaces: SequenceOf[KVSpace | No
 
 
 def check_content(kv: KVRange) -> None:
-    """Verify the checksum: after every other check of the range, before any byte is written."""
+    """Verify the checksum of a range, before any byte is written."""
     _same("checksum", kv.checksum, checksum_of(kv.kv))
 
 

@@ -1,9 +1,11 @@
-"""Paged KV memory addressed by token. Blocks are the unit of allocation, sharing and transfer; slots (one token's place
-in a block) are the unit of addressing. A row's slot table lists the slots of its positions, then its free slots:
+"""Paged KV cache addressed by token.
+
+A block holds `block_size` slots, one per token. A row's slot table lists its positions, then its free slots:
 
     slot_table[row] = [ slot of position 0, 1, ..., length-1 | free slots of owned blocks ... ]
 
-Tree nodes are written into the free slots. Keeping an accepted branch swaps table entries; nothing is copied."""
+Tree nodes are written into free slots. Keeping an accepted branch swaps table entries, without copying KV.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from rlhfspec.common.arrays import BoolArray, IntArray
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """Prompt tokens that samples can share: all but the last, which must run to get the first logits."""
+    """Prompt tokens that samples can share: all but the last, which must run for the first logits."""
 
     hashes: tuple[bytes, ...]  # one per whole block, each over all tokens up to its end
     tail_hash: bytes  # of the tokens after the last whole block; empty if there are none
@@ -33,7 +35,8 @@ class Prefix:
 
     @classmethod
     def of(cls, tokens: tuple[int, ...], block_size: int) -> Prefix:
-        """
+        """Hash the shareable tokens of a prompt by block.
+
         >>> prefix = Prefix.of(tuple(range(40)), block_size=16)
         >>> len(prefix.hashes), prefix.num_tail, prefix.num_tokens
         (2, 7, 39)
@@ -52,8 +55,7 @@ class Prefix:
 
 @dataclass(slots=True)
 class BlockPool:
-    """Reference-counted blocks, and the registry of those that hold a prompt. An unowned block that holds a prompt is
-    kept: it counts as free and is given out last, least recently used first, but the same prompt can take it back."""
+    """Pool of reference-counted blocks. Unowned prompt blocks are kept for reuse and allocated last (LRU)."""
 
     num_blocks: int
     block_size: int
@@ -63,7 +65,7 @@ class BlockPool:
     shared: dict[bytes, int] = field(default_factory=dict)  # hash of a prompt's part -> block, filled or not
     hash_of: dict[int, bytes] = field(default_factory=dict)  # the inverse
     num_touched: int = 0  # blocks below this one were allocated since `forget`
-    keeps: bool = True  # False in the tests' twin: a prompt is forgotten with its last owner
+    keeps: bool = True  # False in tests: a prompt is forgotten with its last owner
 
     def __post_init__(self) -> None:
         self.free = list(range(self.num_blocks - 1, -1, -1))
@@ -97,8 +99,7 @@ class BlockPool:
             self.kept[block] = None
 
     def release(self, blocks: list[int], filled: BoolArray) -> None:
-        """Release blocks; `filled` [num_blocks] marks those whose KV is valid. A prompt's end is dropped before its
-        beginning, without which it cannot be found."""
+        """Release blocks, a prompt's end before its beginning; `filled` [num_blocks] marks valid KV."""
         for block in reversed(blocks):
             self.references[block] -= 1
             if self.references[block] == 0:
@@ -165,8 +166,7 @@ class SlotTable:
         self.capacity[row] = 0
 
     def keep_path(self, rows: IntArray, position: IntArray, held_at: IntArray) -> None:
-        """Make `position[i]` of `rows[i]` the slot that `held_at[i]` holds. Called level by level (shallow first);
-        `held_at >= position`, at most one entry per row and call."""
+        """Swap the slots at `position[i] <= held_at[i]` of `rows[i]`, one pair per row, shallow levels first."""
         kept = self.slots[rows, held_at]
         self.slots[rows, held_at] = self.slots[rows, position]
         self.slots[rows, position] = kept
@@ -178,7 +178,7 @@ class SlotTable:
             self._changed.append(rows.astype(np.int64) * self.slots.shape[1] + places)
 
     def take_changed(self) -> tuple[IntArray, IntArray]:
-        """Return the places of the flat table changed since the last call, and their values; at first, all of it."""
+        """Return places and values of the flat table changed since the last call; at first, all."""
         if self._changed is None:
             self._changed = [np.arange(self.slots.size)]
         places = np.unique(np.concatenate(self._changed)) if self._changed else np.empty(0, np.int64)
@@ -194,8 +194,7 @@ class RestingKV:
 
 def new_kv(*, num_blocks: int, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int,
            dtype: torch.dtype, device: torch.device) -> torch.Tensor:  # fmt: skip
-    """Allocate KV for all layers: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]. Blocks come first,
-    so that a block is contiguous. On a CPU pages take memory when first used."""
+    """Allocate KV [blocks, layers, 2, block size, kv heads, head dim]. CPU pages take memory when first used."""
     shape = (num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim)
     count = math.prod(shape)
     if device.type != "cpu" or not count:
@@ -205,8 +204,7 @@ def new_kv(*, num_blocks: int, num_layers: int, block_size: int, num_kv_heads: i
 
 
 def give_back(kv: torch.Tensor, *, first_block: int = 0) -> None:
-    """Return the memory from `first_block` on to the system; its content is lost, but it stays usable. Only Linux takes
-    it back; elsewhere, and on devices, nothing happens."""
+    """Return CPU memory from `first_block` on to Linux: its content is lost, but the tensor stays usable."""
     if sys.platform != "linux" or kv.device.type != "cpu" or not kv.numel():
         return
     page, end = mmap.PAGESIZE, kv.data_ptr() + kv.nbytes
@@ -238,7 +236,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def check_blocks(pool: BlockPool, owned: list[list[int]], filled: BoolArray) -> None:
-    """Raise AssertionError unless free, kept and owned blocks are all blocks and every reference is accounted for."""
+    """Raise AssertionError unless every block is free, kept or owned and all reference counts match."""
     references = np.zeros(pool.num_blocks, np.int32)
     for blocks in owned:
         assert len(set(blocks)) == len(blocks), f"a row owns a block twice: {blocks}"
@@ -253,7 +251,7 @@ def check_blocks(pool: BlockPool, owned: list[list[int]], filled: BoolArray) -> 
         "a hash without its block"
     )
     assert pool.hash_of.keys().isdisjoint(pool.free), "a block is shared that holds nothing"
-    assert pool.hash_of.keys() >= pool.kept.keys(), "a block is kept that nobody would find"
+    assert pool.hash_of.keys() >= pool.kept.keys(), "a block is kept that no lookup finds"
     assert filled[list(pool.kept)].all(), "a block is kept that was never filled"
 
 

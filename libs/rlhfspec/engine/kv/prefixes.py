@@ -1,4 +1,4 @@
-"""Find the parts of a prompt that are in memory: blocks that siblings filled or left, and tails to copy."""
+"""Lookup of prompt prefixes in memory: shared whole blocks, and tails to copy."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Prefixes:
             self.pool.register(prefix.tail_hash, sequence.blocks[len(prefix.hashes)])
 
     def tails(self, found: Found) -> list[tuple[KVSpace, int]]:
-        """Return the KV spaces that hold the tail. Call it before allocating blocks: one may be the tail's."""
+        """Return the KV spaces that hold the tail. Call it before allocating blocks, which may take it."""
         if found.tail is None:
             return []
         self.pool.touch(found.tail)

@@ -24,8 +24,7 @@ from rlhfspec.kernels.tree_attention import AttentionMeta
 
 
 class KVSpace:
-    """One model's part of the paged cache: its KV over the engine's blocks, and its own permutation of the slots.
-    `cached[row]` is the only source of how far a row's KV is valid."""
+    """Paged KV cache of one model over the engine's blocks. `cached[row]` counts a row's valid positions."""
 
     def __init__(self, runner: ModelRunner, config: EngineConfig) -> None:
         self.runner = runner
@@ -38,13 +37,12 @@ class KVSpace:
 
     @property
     def bytes_per_position(self) -> int:
-        """Return the bytes of one position's KV, over all processes that hold the model."""
+        """Return the KV bytes per position, over all ranks of the model."""
         others = self.runner.others
         return self.runner.bytes_per_position * (1 if others is None else others.num_processes)
 
     def stage(self, meta: AttentionMeta, **arrays: Any) -> tuple[AttentionMeta, dict[str, Any]]:
-        """Return a forward's inputs where the model is: on a device by one copy. If other processes share the model,
-        they stay on the host."""
+        """Return a forward's inputs, copied to the model's device unless several processes share the model."""
         if self.runner.config.device.type == "cpu" or self.runner.others is not None:
             return meta, arrays
         indices = {name: getattr(meta, name) for name in ("slots", "table_rows", "context_lens", "extra")}
@@ -70,7 +68,7 @@ class KVSpace:
         self.filled[blocks] = False
 
     def num_filled(self, blocks: list[int]) -> int:
-        """Return how many of the blocks, from the first on, hold KV."""
+        """Return the number of leading blocks that hold KV."""
         filled = self.filled[blocks]
         return len(blocks) if filled.all() else int(filled.argmin())
 
@@ -79,7 +77,7 @@ class KVSpace:
         self.cached[row] = 0
 
     def rest(self, row: int, num_tokens: int) -> RestingKV:
-        """Return what `resume` needs in another row, without KV of tokens accepted after the sequence's end."""
+        """Return the state for `resume`, without KV of tokens past the sequence's end."""
         slots = self.table.slots[row, : self.table.capacity[row]].copy()
         return RestingKV(slots, min(int(self.cached[row]), num_tokens))
 
@@ -88,7 +86,7 @@ class KVSpace:
         self.cached[row] = min(resting.num_cached, num_tokens - 1)
 
     def copy_later(self, sequence: Sequence, block: int) -> None:
-        """Let `copy_tails` copy the prompt's tail from this block, before anything is written, whoever owns it then."""
+        """Schedule a copy of the prompt's tail from this block, before any later write."""
         if self.cached[sequence.row] == len(sequence.prefix.hashes) * self.table.block_size:
             self.cached[sequence.row] = sequence.prefix.num_tokens
             self._copied.append((sequence, block))
@@ -124,8 +122,7 @@ class KVSpace:
 
 
 class SharedSpace:
-    """The target's part of the cache as a drafter uses it that shares it: every sequence up to its last token. A draft
-    writes only behind the verified tokens, and the next verification writes there again."""
+    """View of the target's KV for a drafter that shares it, writing only behind the verified tokens."""
 
     def __init__(self, target: KVSpace, runner: ModelRunner) -> None:
         self.runner = runner
@@ -136,7 +133,7 @@ class SharedSpace:
 
     @property
     def cached(self) -> IntArray:
-        """Return a copy, as what a draft computes is not the target's."""
+        """Return a copy, because drafted KV is not the target's."""
         return self._target.cached.copy()
 
 

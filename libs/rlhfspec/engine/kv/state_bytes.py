@@ -2,8 +2,7 @@
 
     "RLHFMOVE" | length of the header, uint32 | header | arrays, one behind the other | xxh3_64 of all before
 
-Reading executes nothing: the checksum refuses damaged bytes, and type checks refuse foreign headers. KV sent over a
-link is left out (`has_kv=False`) and passed to `from_bytes` in place, without a copy.
+Reading executes no code. KV sent separately is left out (`has_kv=False`) and passed to `from_bytes` without a copy.
 
 >>> mark, kv = Watermark(epoch=1, positions=(2,)), (np.zeros((3, 8), np.uint8),)
 >>> kv = KVRange(request_id="a", start=mark, kv=kv, checksum=checksum_of(kv))
@@ -59,8 +58,7 @@ def to_bytes(record: Travels, *, has_kv: bool = True) -> bytes:
 
 
 def from_bytes(data: Buffer, kv: Buffer | None = None) -> Travels:
-    """Read a record. `kv`: the separate parts of a KVRange, which are neither copied nor checked. Raise
-    MalformedRecord, or InvalidRequest naming the field of a request that can run nowhere."""
+    """Read a record; `kv` holds a KVRange's separate, unchecked parts. Raise MalformedRecord or InvalidRequest."""
     view = memoryview(data).toreadonly()
     body, checksum = view[: -_CHECKSUM.size], view[-_CHECKSUM.size :]
     if len(checksum) != _CHECKSUM.size or _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body)) != checksum:

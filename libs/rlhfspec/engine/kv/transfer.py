@@ -203,7 +203,7 @@ class Moves:
         self.scheduler.settle(sequence)
         self.speculation.take_over(sequence, arrived.acceptance)
         self.num_imported += 1
-        if arrived.manifest.epoch:  # otherwise it had no KV there either
+        if arrived.manifest.epoch:  # epoch 0: it had no KV there either
             had, rest = arrived.manifest.num_tokens - 1, arrived.rest
             had = had if rest is None else min(had, rest.end.positions[0])
             cached = int(self.state.target.cached[sequence.row]) if sequence.has_row else 0
@@ -219,7 +219,7 @@ class Moves:
         return sequence
 
     def _spaces(self, manifest: Manifest) -> list[KVSpace | None]:
-        """Return, for each of their KV spaces, ours with the same weights, or None: other KV is useless here."""
+        """Return the local KV space for each of the manifest's, or None if its weights differ."""
         ours = dict(zip(range(2), self.state.spaces, strict=False))
         found = [ours.get(index) for index in range(len(manifest.fingerprints))]
         same = zip(found, manifest.fingerprints, strict=True)

@@ -1,4 +1,4 @@
-"""Commit accepted tokens: find where sequences end, append tokens to tables, and keep the KV of accepted branches."""
+"""Commit of accepted tokens: sequence ends, table updates, and KV of accepted branches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlhfspec.engine.scheduling.verify import Committed
 
 
 def truncate(rows: RowTable, new: Committed) -> tuple[IntArray, dict[int, FinishReason]]:
-    """Return how many new tokens count, and the rows that end with them: by stop token, length, or broken logits."""
+    """Return the number of new tokens to keep, and why rows end: stop token, length, or broken logits."""
     columns = np.arange(new.tokens.shape[1], dtype=np.int32)
     valid = columns < new.counts[:, None]
     room = rows.limits[new.rows] - rows.lengths[new.rows]
@@ -53,7 +53,7 @@ def append(rows: RowTable, new: Committed, kept: IntArray, version: int) -> None
 
 
 def keep_accepted(state: EngineState, step_rows: StepRows, walk: Walk, node_index: IntArray) -> None:
-    """Make accepted branches part of the slot table, without copying KV, and advance prompts."""
+    """Put accepted branches into the slot table without copying KV, and advance prompts."""
     decode, space = step_rows.decode_rows, state.target
     lengths = state.rows.lengths[decode]
     for level in range(1, walk.path.shape[1]):
@@ -88,7 +88,7 @@ def count(rows: RowTable, decode_rows: IntArray, forest: Forest, new: Committed,
 
 
 class StepGains(Iterable[Gain]):
-    """Gains of a step, built on iteration: an unread step costs only the ids of its sequences."""
+    """Gains of a step, built lazily on iteration."""
 
     def __init__(self, state: EngineState, new: Committed, kept: IntArray, reasons: Mapping[int, FinishReason]) -> None:
         rows, self._new, self._kept = new.rows.tolist(), new, kept

@@ -1,5 +1,4 @@
-"""Scheduling of each step: admission by free blocks, prompt chunks, room for trees, preemption when memory is short. By
-the law these choices only decide when a token appears, never which."""
+"""Step scheduling: admission, prompt chunks, room for trees, preemption. It never changes tokens (docs/law.md)."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ _RUNNING_PER_SPARE_BLOCK = 4  # blocks left free at admission, so that a new seq
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRows:
-    """Rows of this step. A decoding row has exactly one token without KV; a prefilling row gets a chunk."""
+    """Rows of one step. A decode row has exactly one token without KV; a prefill row gets a chunk."""
 
     decode_rows: IntArray  # [B]
     prefill_rows: IntArray  # [P]
@@ -42,11 +41,11 @@ class StepRows:
 
 class RowWatcher(Protocol):
     def start(self, sequence: Sequence) -> None:
-        """Note a sequence that has taken a row, with all of its tokens."""
+        """Handle a sequence that has taken a row."""
         ...
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop what is kept of a sequence that leaves its row; it still has the row."""
+        """Drop the state of a sequence that is about to leave its row."""
         ...
 
 
@@ -81,11 +80,11 @@ class Scheduler:
     def admit(self) -> None:
         self._admit()
         while self.waiting and not self.running and self.reclaim((*self.away.values(), *self.arriving.values())):
-            self._admit()  # no running sequence could have made room
+            self._admit()  # nothing runs, so only moving sequences can make room
         self.prefixes.copy_tails()
 
     def _admit(self) -> None:
-        """Admit sequences. One whose prefix a sibling is computing waits for it; others may pass."""
+        """Admit waiting sequences, passing over those whose prefix a sibling is computing."""
         passed: list[Sequence] = []
         while self.waiting and self.rows.free_rows:
             sequence = self.waiting.popleft()
@@ -123,7 +122,7 @@ class Scheduler:
         )
 
     def make_room(self) -> None:
-        """Give every running row a slot for its next token; preempt the youngest when blocks run out."""
+        """Give every running row a slot for its next token, preempting the youngest if necessary."""
         capacity = self.state.target.table.capacity
         for sequence in list(self.running):
             while sequence.has_row and capacity[sequence.row] < self.rows.lengths[sequence.row] + 1:
@@ -149,7 +148,7 @@ class Scheduler:
                     self._grow(sequence, blocks)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Free the sequence's memory; it recomputes its KV later and, by the law, continues with the same tokens."""
+        """Free a running sequence's memory and put it first in the waiting queue, to recompute its KV."""
         self.rows.counters[sequence.row, PREEMPTIONS] += 1
         self.num_preemptions += 1
         self.running.remove(sequence)
@@ -184,14 +183,14 @@ class Scheduler:
         self.waiting.append(longer)
 
     def give_way(self) -> bool:
-        """Free the KV of one sequence without a row, which would recompute it. Return False if there is none."""
+        """Free the KV of one sequence without a row. Return False if there is none."""
         holder = next(iter(self._holders), None)
         if holder is not None:
             self._lose_rest(holder)
         return holder is not None
 
     def drop_kv(self) -> None:
-        """Drop all KV after the weights changed: running sequences recompute, and moving ones have none any more."""
+        """Drop all KV after the weights changed; running sequences are preempted and recompute."""
         for sequence in reversed(list(self.running)):
             self.preempt(sequence)
         while self.reclaim((*self.away.values(), *self.arriving.values())) or self.give_way():
@@ -201,7 +200,7 @@ class Scheduler:
         self.pool.forget()
 
     def detach(self, sequence: Sequence) -> None:
-        """Stop running a sequence; it keeps its row and blocks until others need them."""
+        """Stop running a sequence, which keeps row and blocks until others need them."""
         del self.state.sequences[sequence.request.id]
         (self.running if sequence.has_row else self.waiting).remove(sequence)
         self.away[sequence.request.id] = sequence
@@ -215,8 +214,10 @@ class Scheduler:
         by_age(self.running if sequence.has_row else self.waiting, sequence)
 
     def reserve(self, sequence: Sequence, num_tokens: int, *, in_ranges: bool) -> bool:
-        """Reserve a row and blocks for a sequence that brings its KV. Return False if there is no room. Whole prompt
-        blocks are shared if siblings hold them filled or, with `in_ranges`, are bringing them too."""
+        """Reserve a row and blocks for an arriving sequence. Return False if there is no room.
+
+        Prompt blocks that siblings hold are shared; with `in_ranges`, also those still arriving.
+        """
         shared = self.prefixes.find(sequence).blocks
         num_there = len(shared)
         hashes = sequence.prefix.hashes
@@ -246,13 +247,13 @@ class Scheduler:
                 self.pool.register(prefix_hash, block)
 
     def keep_promises(self, sequence: Sequence) -> None:
-        """Discard KV after a gap that a sibling was to fill but did not."""
+        """Discard KV behind a promised block that a sibling did not fill."""
         for space, num_blocks in zip(self.state.spaces, sequence.num_promised, strict=True):
             filled = space.num_filled(sequence.blocks[:num_blocks])
             if filled < num_blocks:
                 space.cached[sequence.row] = filled * self.pool.block_size
                 if space is self.state.target:
-                    self._leave_row(sequence)  # it waits, in case the sibling still brings it
+                    self._leave_row(sequence)  # wait, in case the sibling still sends it
                     return
 
     def has_slots(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -283,7 +284,7 @@ class Scheduler:
 
     @property
     def room(self) -> int:
-        """Estimate how many more sequences fit, at the mean size of running ones, or at full context if none run."""
+        """Estimate how many more sequences fit, at the mean size of running ones or at full context."""
         whole = self.pool.blocks_for(self.state.config.max_context)
         free = self.num_available
         each = max((self.pool.num_blocks - free) // len(self.running), 1) if self.running else whole
@@ -304,7 +305,7 @@ class Scheduler:
 
     @property
     def _holders(self) -> list[Sequence]:
-        """Return sequences that hold blocks without a row, in the order in which they lose them."""
+        """Return sequences that hold blocks without a row, in the order of losing them."""
         return [each for each in (*self.staying.values(), *reversed(self.waiting)) if each.resting]
 
     @property
@@ -312,12 +313,12 @@ class Scheduler:
         return len(self.running) // _RUNNING_PER_SPARE_BLOCK
 
     def _has_room(self, sequence: Sequence, num_tokens: int, shared: list[int]) -> bool:
-        """Return whether a new sequence fits that shares these blocks, which are then no longer free for others."""
+        """Return whether a sequence sharing these blocks fits, freeing KV of sequences without a row if needed."""
         need = self.pool.blocks_for(num_tokens + 1) - len(shared) - len(sequence.blocks)
         need = max(need, 0) + self._spare_blocks
         available = self._available
         if need + available[shared].sum() > available.sum():
-            return False  # and no sequence loses KV for it
+            return False  # without freeing any sequence's KV
         while need + self.pool.num_kept(shared) > self.pool.num_free and self.give_way():
             pass
         return True
@@ -361,21 +362,21 @@ class Scheduler:
             self._let_go(sequence)
 
     def _let_go(self, sequence: Sequence) -> None:
-        """Release the sequence's blocks. When its KV is recomputed, its whole prompt is in order and shareable."""
+        """Release the sequence's blocks and reset its prefix to the whole prompt."""
         self.pool.release(sequence.blocks, self.state.target.filled)
         sequence.blocks, sequence.num_shared_blocks = [], 0
         if sequence.prefix.num_tokens != len(sequence.request.prompt_token_ids) - 1:
             sequence.prefix = Prefix.of(sequence.request.prompt_token_ids, self.pool.block_size)
 
     def _withdraw_promises(self, sequence: Sequence) -> None:
-        """Withdraw the blocks that it was to fill; siblings that count on them compute or find them elsewhere."""
+        """Withdraw the blocks that the sequence was to fill for siblings."""
         first = sequence.num_shared_blocks
         for prefix_hash, block in zip(sequence.prefix.hashes[first:], sequence.blocks[first:], strict=False):
             if self.promised.get(prefix_hash) == block:
                 del self.promised[prefix_hash]
 
     def reclaim(self, moving: Iterable[Sequence]) -> bool:
-        """Free the memory of one moving sequence, which may recompute. Return False if there is none."""
+        """Free the memory of one moving sequence. Return False if there is none."""
         holder = next((sequence for sequence in moving if sequence.has_row), None)
         if holder is not None:
             self._leave_row(holder)
@@ -401,9 +402,10 @@ class Scheduler:
         everywhere = [*self.state.sequences, *self.away, *self.arriving, *self.staying]
         assert len(set(everywhere)) == len(everywhere), "a sequence is in two places"
         leased = {block for sequence in self.arriving.values() for block in sequence.blocks}
-        assert leased.issuperset(self.promised.values()), "a block is promised that nobody will fill"
+        assert leased.issuperset(self.promised.values()), "a block is promised that no move fills"
 
 
 def by_age(line: MutableSequence[Sequence], sequence: Sequence) -> None:
+    """Insert a sequence into a queue ordered by arrival."""
     younger = (index for index, other in enumerate(line) if other.arrived > sequence.arrived)
     line.insert(next(younger, len(line)), sequence)

@@ -1,5 +1,4 @@
-"""Sequences in the engine: one object each, and one table row each while they run. The hot path uses arrays over
-rows."""
+"""Sequences of the engine, and the table of arrays with one row for each running sequence."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ SMALLEST = float(np.nextafter(np.float32(0), np.float32(1)))
 
 @dataclass(slots=True)
 class Generated:
-    """Tokens and counters of a sequence, which survive preemption and travel in a move."""
+    """Tokens and counters of a sequence, which survive preemption and moves."""
 
     token_ids: IntArray  # prompt and response
     log_probs: FloatArray  # of the response
@@ -62,7 +61,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens when it last left its row; while it has one, see `RowTable.lengths`."""
+        """Return the number of tokens when the sequence last left its row (running: `RowTable.lengths`)."""
         return len(self.generated.token_ids)
 
     def complete(self, reason: FinishReason, *, error: str = "", text: str | None = None) -> Completion:
@@ -82,7 +81,8 @@ class Sequence:
 
 
 def stats_of(counters: Iterable[int], strategies: Iterable[tuple[str, int]]) -> SequenceStats:
-    """
+    """Build statistics from a sequence's counters.
+
     >>> stats_of((30, 8, 5, 0, 2), [("suffix", 4), ("plain", 26)]).strategies
     (('plain', 26), ('suffix', 4))
     """

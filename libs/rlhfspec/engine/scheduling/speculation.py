@@ -1,4 +1,4 @@
-"""The engine's side of drafting: its drafters and selectors. By the law, switching them never changes tokens."""
+"""Drafters and selectors of an engine. Switching them never changes tokens (docs/law.md)."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from rlhfspec.huggingface.devices import name_of
 from rlhfspec.job.choices.drafters import ADAPTIVE, DRAFTERS, OFF
 
 log = logging.getLogger(__name__)
-_EXPECTED_ACCEPTANCE, _DEEPEST = 0.95, 16  # of the policy's copy in 8 bits, before it drafted
-_LEAST_GAIN = 1.05  # over plain decoding, else `drafter: auto` goes without
+_EXPECTED_ACCEPTANCE, _DEEPEST = 0.95, 16  # assumed for the policy's 8-bit copy before it has drafted
+_LEAST_GAIN = 1.05  # over plain decoding, or `drafter: auto` uses no draft model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class Speculator:
         self._selectors: dict[str | DraftPlan, Selector] = {}  # one per mode, which keeps what it learnt
 
     def choose(self, speculation: str | DraftPlan) -> None:
-        """Install the selector for a mode: off, a drafter's name, adaptive, a static strategy, or a Plan."""
+        """Install the selector of a mode: off, adaptive, a drafter, a static strategy, or a DraftPlan."""
         if not self.costs.tables and speculation != OFF:
             if self._may_profile:
                 self.costs = self._profile()
@@ -181,7 +181,7 @@ class Speculator:
         self.acceptance.forget(sequence.row)
 
     def learnt(self, sequence: Sequence) -> tuple[tuple[str, float, float], ...]:
-        """Return what is known of this sequence's own acceptance, which moves with it."""
+        """Return the learnt acceptance of one sequence, which moves with it."""
         return self.acceptance.learnt(sequence.row) if sequence.has_row else ()
 
     def take_over(self, sequence: Sequence, learnt: tuple[tuple[str, float, float], ...]) -> None:
@@ -195,7 +195,7 @@ class Speculator:
         self._selectors = {mode: kept for mode, kept in self._selectors.items() if kept is self.selector}
 
     def _fitting(self, forest: Forest, decode_rows: IntArray) -> Forest:
-        """Drop nodes for which a sequence owns no free slot (memory is short); later nodes go first."""
+        """Drop the last nodes of sequences that own too few free slots."""
         table = self.state.target.table
         free = table.capacity[decode_rows] - self.state.rows.lengths[decode_rows]
         fits = index_in_sequence(forest, len(decode_rows)) < free[forest.sequence]
@@ -233,7 +233,7 @@ class Speculator:
 
 
 def _pays(costs: CostModel) -> bool:
-    """Return whether a draft model that is mostly right makes a single sequence faster."""
+    """Return whether a mostly right draft model makes a single sequence faster."""
     target, depths = costs.table(TARGET), np.arange(1, _DEEPEST + 1)
     tokens = 1.0 + (_EXPECTED_ACCEPTANCE**depths).cumsum()
     seconds = target.seconds_array(1 + depths) + depths * costs.table(draft_kind("model")).seconds(1)

@@ -1,4 +1,4 @@
-"""One target forward: lay out roots, prompt chunks and trees as rows, and read the choices back."""
+"""Verification in one target forward: layout of roots, prompt chunks and trees as rows, and sampling."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyBatch:
-    """Rows of one forward: the root and tree nodes of each decoding sequence, then the tokens of prompt chunks. Wanted
-    are the logits of the roots [B], of the last tokens of chunks that complete a prompt [F], and of all nodes [M]."""
+    """Rows of one forward. Logits are wanted of roots [B], ends of completed prompts [F], and tree nodes [M]."""
 
     tokens: IntArray  # [N]
     positions: IntArray  # [N]
@@ -89,7 +88,7 @@ def lay_out(state: EngineState, schedule: StepRows, forest: Forest, node_index: 
 
 
 def _finishing(rows: RowTable, schedule: StepRows) -> tuple[IntArray, IntArray]:
-    """Return the rows whose chunk completes their tokens, and the index of their last one among the chunk tokens."""
+    """Return the rows whose chunk completes their tokens, and the index of its last one among chunk tokens."""
     ends = schedule.prefill_starts + schedule.prefill_counts
     complete = ends == rows.lengths[schedule.prefill_rows]
     last_of_chunk = np.cumsum(schedule.prefill_counts) - 1
@@ -97,7 +96,7 @@ def _finishing(rows: RowTable, schedule: StepRows) -> tuple[IntArray, IntArray]:
 
 
 def _ancestor_slots(forest: Forest, node_slots: IntArray, num_committed: int) -> IntArray:
-    """Return [N, D] slots of a node's drafted ancestors and itself, padded with -1; all -1 for other rows."""
+    """Return the slots [N, D] of each node's drafted ancestors and itself, padded with -1."""
     paths = ancestors(forest)  # [M, D]
     extra = np.full((num_committed + forest.size, paths.shape[1]), -1, np.int32)
     if forest.size:
@@ -107,7 +106,7 @@ def _ancestor_slots(forest: Forest, node_slots: IntArray, num_committed: int) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """New tokens of S sequences (decoding ones first, then those whose prompt is complete), up to D+1 each."""
+    """New tokens of S sequences, up to D+1 each: decoding ones, then those with a completed prompt."""
 
     rows: IntArray  # [S] table rows
     places: npt.NDArray[np.int64]  # [S, D+1] index among the sampled tokens

@@ -1,4 +1,4 @@
-"""vLLM as an engine: sequences are kept here and computed in a child, which is restarted if it dies. Torch-free."""
+"""vLLM engine. Sequences are kept here and run in a child process, restarted if it dies. Torch-free."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ _NOT_FINITE = "logits: the model gave NaN or infinity for this sequence"
 
 
 class VllmEngine:
-    """vLLM as an engine. `opened`: the child's first answer. `ahead_seconds`: decoding time per answer, so that
-    messages are cheap beside short steps; it doubles with every answer while no request comes."""
+    """Engine backed by vLLM. `ahead_seconds` (decoding time per answer) doubles while no request arrives."""
 
     weights_version: int = 0
 
@@ -78,7 +77,9 @@ class VllmEngine:
         self._gains: list[Gain] = []  # for the next step's report
         self._restarts_in_vain = 0
         self._num_steps = self._num_generated = self._num_prefill = self._num_moves = self._num_recomputed = 0
-        self._gauges = {"num_running": 0, "num_free_blocks": self._opened["num_blocks"], "num_preempted": 0}
+        self._gauges = {
+            "num_running": 0, "num_requests": 0, "num_free_blocks": self._opened["num_blocks"], "num_preempted": 0,
+        }  # fmt: skip
 
     @property
     def abilities(self) -> Abilities:
@@ -175,7 +176,7 @@ class VllmEngine:
         return self._report(began, finished, answer, self._num_generated - num_before)
 
     def _ahead(self, *, is_asked: bool) -> float:
-        """Return the decoding time until the next answer: short after a new request, or to find stop strings here."""
+        """Return the decoding seconds until the next answer: short after a request or with stop strings."""
         if is_asked or any(each.request.params.stop for each in self._sequences.values()):
             self._next_ahead_seconds = self._ahead_seconds
         seconds = self._next_ahead_seconds
@@ -209,7 +210,7 @@ class VllmEngine:
         kept = self._first_stop(sequence, token_ids[:num_new])
         if kept is not None:
             num_new, reason = kept, "stop"
-        if reason is not None and in_child is None:  # it would continue
+        if reason is not None and in_child is None:  # the child would continue it
             self._cancelled.append(name)
         sequence.add(token_ids[:num_new], log_probs[:num_new], tempered[:num_new], self.weights_version)
         accepted = max(num_new - num_verified, 0)
@@ -253,13 +254,13 @@ class VllmEngine:
         )
 
     def _ask(self, name: str, arguments: dict[str, Any]) -> dict[str, Any] | None:
-        """Ask the child; return None if it died and was restarted, after which the next step asks again."""
+        """Send a command to the child; return None if it died and was restarted."""
         try:
             answer = self._child.ask(name, arguments, seconds=self._step_seconds)
         except VllmEnded as ended:
             self._start_again(ended)
             return None
-        self._gauges |= {each: answer[each] for each in self._gauges.keys() | {"num_requests"} if each in answer}
+        self._gauges |= {each: answer[each] for each in self._gauges if each in answer}
         return answer
 
     def _start_again(self, ended: VllmEnded) -> None:
@@ -357,4 +358,4 @@ class VllmEngine:
         self._num_recomputed += manifest.num_tokens - 1 if len(arrived.log_probs) else 0
 
 
-_: type[MovableByTokens] = VllmEngine  # mypy holds it to the contract
+_: type[MovableByTokens] = VllmEngine  # mypy checks the protocol

@@ -1,4 +1,4 @@
-"""Find the Python that has vLLM: from the job, an environment variable, `.venv-vllm` or the PATH."""
+"""Lookup of a Python with vLLM: from the job, an environment variable, `.venv-vllm` or the PATH."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HAS_VLLM = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm
 
 
 def find_python(given: str | None, environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the first Python that has vLLM, or None. If one is named, only that is checked."""
+    """Return the first Python with vLLM, or None. A named one is the only candidate."""
     named = given or environment.get(VARIABLE)
     if named is not None:
         return Path(named) if _has_vllm(Path(named)) else None

@@ -66,7 +66,7 @@ def drafts_right(device: str) -> bool:
 
 
 def speculative_config(job: RLHFJob, num_draft_tokens: int) -> tuple[str, dict[str, Any] | None]:
-    """Return vLLM's name and settings for the job's mode: suffix is its n-gram drafter, adaptive its draft model."""
+    """Return vLLM's drafter name and settings for the job's speculation mode."""
     mode, drafter = job.spec.generation.speculation.mode, job.spec.model.drafter
     if mode == OFF or (mode == ADAPTIVE and drafter in (None, AUTO)):
         return OFF, None

@@ -1,4 +1,4 @@
-"""The child process of vLLM: started, asked with a deadline, and killed with all its descendants."""
+"""Child process of vLLM, called with deadlines and killed with all its descendants."""
 
 from __future__ import annotations
 
@@ -40,12 +40,11 @@ _BY_DEFAULT = {
 
 
 class VllmEnded(RLHFSpecError):
-    """Raised when the child died or had to be killed; the message holds its last output, if any."""
+    """Raised when the child died or was killed; the message holds its last output."""
 
 
 class VllmProcess:
-    """Child process of vLLM; `orders` are sent by name at each start. Not thread-safe. The child ends with this
-    process: its stdin closes, and the system kills it when the thread that started it ends."""
+    """Child process of vLLM that ends with this one. `orders` are sent at each start. Not thread-safe."""
 
     def __init__(self, python: Path, orders: dict[str, dict[str, Any]], environment: dict[str, str]) -> None:
         self._python = python.absolute()  # the child starts in another folder
@@ -59,7 +58,7 @@ class VllmProcess:
         return None if self._process is None else self._process.pid
 
     def start(self) -> dict[str, Any]:
-        """Start the child and return the merged answers to the first orders. Raise InvalidRequest for user errors."""
+        """Start the child and return its merged answers to `orders`. Raise InvalidRequest for user errors."""
         self.close()
         self._last_words.clear()
         started = threading.Event()
@@ -74,7 +73,7 @@ class VllmProcess:
         return answers
 
     def ask(self, name: str, arguments: dict[str, Any], *, seconds: float) -> dict[str, Any]:
-        """Return the answer, its `arrays` as bytes. Raise VllmEnded if none comes in time; the child is then killed."""
+        """Send a command and return its answer. Raise VllmEnded, killing the child, if none comes in time."""
         process = self._process
         if process is None or process.stdin is None:
             raise VllmEnded("it does not run")
@@ -120,7 +119,7 @@ class VllmProcess:
         self._process, self._listening = process, threading.Thread(target=self._listen, args=(process,), daemon=True)
         self._listening.start()
         started.set()
-        process.wait()
+        process.wait()  # the system kills the child when the thread that started it ends
 
     def _started(self) -> subprocess.Popen[bytes]:
         own = _OWN | {"RLHFSPEC_VLLM_CODE": _code()} | self._environment

@@ -1,4 +1,4 @@
-"""One version of weights as an anonymous memory file that the child maps; it vanishes with its last process."""
+"""Weights in an anonymous memory file that the child maps; it vanishes with its last process."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _KINDS = {
 
 
 class WeightsFile:
-    """Memory file of weights. The newest version stays until the next is complete, for a restarted child."""
+    """Memory file of the newest weights, kept for restarted children until the next version is complete."""
 
     def __init__(self) -> None:
         self.path: str | None = None  # None: the model's own
         self._close: Any = None
 
     def write(self, state_dict: Mapping[str, Any], version: int) -> None:
-        """Write weights as safetensors; its own writer would need a folder and a second file."""
+        """Write weights in the safetensors format, without a file on disk."""
         header, end = dict[str, Any](), 0
         for name, tensor in state_dict.items():
             begin, end = end, end + tensor.numel() * tensor.element_size()

@@ -1,1 +1,1 @@
-"""Our kernels under an unmodified Hugging Face model, and guards that keep a row's bits its own."""
+"""Kernels under an unmodified Hugging Face model, and guards of row invariance."""

@@ -1,4 +1,4 @@
-"""Record of the torch functions that a forward calls, and which make a row's bits depend on other rows."""
+"""Audit of a forward's torch functions that make a row's bits depend on other rows."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Rounding of a model's parameters to fewer bits, as Hugging Face stores them.
-
-Buffers are not rounded, since RoPE's cosines would be off by .3 at position 1,000."""
+"""Rounding of a model's parameters. Rounded buffers would put RoPE's cosines off by .3 at position 1,000."""
 
 from __future__ import annotations
 
@@ -27,14 +25,12 @@ class Precision:
         return rounded(parameter, self.of(name))
 
     def holds(self, path: str) -> bool:
-        """Return whether the module at `path` has a float32 parameter although another type is usual."""
+        """Return whether the module at `path` has a parameter that stays float32."""
         return any(name.startswith(f"{path}.") for name in self.in_float32)
 
 
 def precision_of(model: nn.Module, dtype: torch.dtype) -> Precision:
-    """Return the types in which Hugging Face would load the model's parameters as `dtype`.
-
-    A class asks for float32 when it creates a parameter, seen on the meta device, or by a list of name parts."""
+    """Return the types in which Hugging Face loads parameters as `dtype`, as classes may keep some in float32."""
     if dtype != torch.bfloat16:
         return Precision(dtype)
     names = set[str]()
@@ -60,20 +56,19 @@ def _without_values(model: Any, dtype: torch.dtype) -> Any:
 
 
 def cast(model: nn.Module, precision: Precision) -> None:
-    """Cast parameters in place, not buffers."""
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(precision.of(name))
 
 
 def narrow(model: nn.Module, precision: Precision) -> None:
-    """Cast parameters in place to bfloat16 where wanted, before the proof; `widened` runs them."""
+    """Cast parameters in place to bfloat16 where wanted; `widened` runs them."""
     for name, parameter in model.named_parameters():
         if precision.of(name) == torch.bfloat16:
             parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def round_parameters(model: nn.Module, precision: Precision) -> dict[str, Tensor]:
-    """Round parameters in place, in the type that our kernels take; return the changed originals."""
+    """Round parameters in place and return the changed originals."""
     before = {}
     for name, parameter in model.named_parameters():
         if precision.of(name) == torch.bfloat16:

@@ -1,4 +1,4 @@
-"""Mixtures of experts on our kernels."""
+"""Mixtures of experts on rlhfspec's kernels."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ExpertLoad:
 def by_expert(
     hidden_states: Tensor, experts: Tensor, weights: Tensor, num_experts: int, layer: Callable[[int, Tensor], Tensor]
 ) -> Tensor:
-    """Return the sum over a token's experts e of weight * layer(e, hidden), added in the router's order.
+    """Return the sum of weight * layer(expert, hidden) over a token's experts, in the router's order.
 
     Shapes: hidden [T, H], experts and weights [T, k] -> [T, H].
 
@@ -69,7 +69,7 @@ def by_expert(
 
 
 class PackedExperts(nn.Module):
-    """Hugging Face experts with packed weights; `inner` is the module without its weights."""
+    """Hugging Face experts with packed weights; `inner` is the module without weights."""
 
     def __init__(self, experts: Any, *, dtype: torch.dtype, arithmetic: str, activation: str | None) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
-"""Exchange of an unmodified Hugging Face model's modules for ours, on kernels.
+"""Exchange of a Hugging Face model's modules for modules on kernels.
 
-A module is exchanged if its class is known exactly, or if ours agrees on inputs of every size (`_agree`). Others whose
-bits depend on neighbouring rows run inside a `Guard`, or the model is refused."""
+A module is exchanged if its class is known exactly, or if both agree on inputs of every size (`_agree`). Others whose
+bits depend on neighbouring rows run inside a `Guard`, or the model is refused.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ class FusedModel:
     loaders: list[Loader] = field(default_factory=list)
 
     def load(self, state_dict: dict[str, Tensor]) -> None:
-        """Load all weights, or none: raise ValueError if one is missing, unknown or of another shape."""
+        """Load all weights or none. Raise ValueError for missing, unknown or misshaped ones."""
         given = self.checked(state_dict, self.shapes)
         for names, load in self.loaders:
             load(*(given[name].detach() if name else None for name in names))
@@ -85,7 +86,7 @@ class FusedModel:
         return {"dtype": kept_as, "arithmetic": arithmetic_beside(self.arithmetic, kept_as)}
 
     def held(self) -> Iterator[Tensor]:
-        """Yield every tensor that a forward reads: packed weights, parameters, buffers, rotary tables."""
+        """Yield every tensor that a forward reads."""
         for module in self.model.modules():
             yield from _held(module)
 
@@ -113,8 +114,8 @@ def _tied_names(model: nn.Module) -> dict[str, str]:
 def fuse(model: nn.Module, precision: Precision, *, arithmetic: str, max_context: int) -> FusedModel:
     """Exchange experts, gated MLPs, linear layers, norms, activations and rotary tables, outer modules first.
 
-    Parameters must be rounded already (`casting`). Each layer is widened to float32 just before its exchange, and the
-    exchanged modules are freed."""
+    Parameters must be rounded (`casting`). Layers are widened to float32 one by one.
+    """
     fused = FusedModel(model, precision, arithmetic, Guard(arithmetic=arithmetic))
     fused.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     native = arithmetic != "torch"
@@ -141,9 +142,7 @@ def fuse(model: nn.Module, precision: Precision, *, arithmetic: str, max_context
 
 
 def guard_rows(model: Any, guard: Guard, parts: CausalLM, run: Callable[[], object], *, name: str) -> tuple[str, ...]:
-    """Make modules whose bits depend on other rows in `run` run inside the guard, and return their paths.
-
-    Raise UnsupportedModel where the guard does not help."""
+    """Guard modules whose bits depend on other rows in `run`; return their paths or raise UnsupportedModel."""
     found = _audit(model, run)
     guarded = _outermost({path for path, _ in found})
     guard_paths(model, guard, parts, guarded)
@@ -155,7 +154,7 @@ def guard_rows(model: Any, guard: Guard, parts: CausalLM, run: Callable[[], obje
 
 
 def guard_paths(model: Any, guard: Guard, parts: CausalLM, paths: Sequence[str]) -> None:
-    """Make these modules run inside the guard; the path "" is the head."""
+    """Run these modules inside the guard; the path "" is the head."""
     for path in paths:
         if path:
             guard_forward(model.get_submodule(path), guard)
@@ -185,7 +184,7 @@ def _outermost(paths: set[str]) -> tuple[str, ...]:
 
 
 def is_inside(path: str, other: str) -> bool:
-    """Return whether `path` is the other module or inside it; the model itself ("") contains none."""
+    """Return whether `path` is the other module or inside it; "" contains none."""
     return path == other or (bool(other) and path.startswith(f"{other}."))
 
 
@@ -301,7 +300,7 @@ def activation_of(module: Any) -> ActivationName | None:
 
 
 def _tensor_loader(fused: FusedModel, name: str) -> Callable[[Tensor], None]:
-    """Return a loader into the model's own tensor, looked up at each load as moving to a device replaces buffers."""
+    """Return a loader into the model's tensor, looked up at each load, as device moves replace buffers."""
     path, _, leaf = name.rpartition(".")
     module = fused.model.get_submodule(path)
 
@@ -313,7 +312,7 @@ def _tensor_loader(fused: FusedModel, name: str) -> Callable[[Tensor], None]:
 
 
 def _attached(model: nn.Module, name: str) -> bool:
-    """Return whether the module is still in the model; False for the model itself."""
+    """Return whether the module is still in the model."""
     if not name:
         return False
     *path, leaf = name.split(".")

@@ -1,7 +1,7 @@
 """Guard for model code that calls torch directly, so that a row's bits do not depend on its neighbours.
 
-Products with a weight run on our kernels. Elementwise functions, whose vectorised and scalar code round differently,
-run on whole vectors only."""
+Weight products run on rlhfspec's kernels, elementwise functions on whole vectors, as scalar code rounds differently.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _VECTOR = 64  # elements; no vector unit is wider
 
 
 class WeightProducts(TorchFunctionMode):
-    """Function mode that runs `product` for every product of rows with a known weight or a slice of one."""
+    """Function mode that runs `product` for products of rows with a known weight or a slice of one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class WeightProducts(TorchFunctionMode):
         self._weights.pop(copy.untyped_storage().data_ptr(), None)
 
     def forget(self) -> None:
-        """Release all weights: transformers keeps the last attention function, and with it this object."""
+        """Release all weights, as transformers may keep this object alive."""
         self._weights.clear()
 
     def kept_as(self, weight: Tensor) -> torch.dtype:
@@ -100,7 +100,7 @@ class WeightProducts(TorchFunctionMode):
 
 
 class Guard(WeightProducts):
-    """Weight products on our kernels; packed weights are kept until `forget`."""
+    """Weight products on rlhfspec's kernels, with packed weights kept until `forget`."""
 
     def __init__(self, *, arithmetic: str) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Guard(WeightProducts):
         return packed(rows)  # type: ignore[no-any-return]
 
     def other_product(self, one: Tensor, other: Tensor) -> Any:
-        """Multiply many small matrices, each element alone, its few terms added in order."""
+        """Multiply batches of small matrices, adding each element's few terms in order."""
         if min(one.ndim, other.ndim) < 3 or one.shape[-1] > _FEW or one.shape[:-2] != other.shape[:-2]:
             return NotImplemented
         return (one[..., :, :, None] * other[..., None, :, :]).sum(-2)
@@ -162,7 +162,7 @@ _BY_PLACE: tuple[Any, ...] = (  # the last bit depends on an element's place
 
 
 def _on_whole_vectors(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an elementwise function of its first argument in vector code only, wherever an element stands."""
+    """Run an elementwise function in vector code only, by padding its first argument."""
     x = args[0] if args else kwargs.get("input")
     if not isinstance(x, Tensor) or not x.is_floating_point() or any(isinstance(arg, Tensor) for arg in args[1:]):
         return NotImplemented

@@ -1,6 +1,4 @@
-"""Choice of the one-call decoder for models of exactly known classes; all others run layer by layer.
-
-Compare the bits of every probe before using the decoder."""
+"""Choice of the one-call decoder for models of known classes. Compare every probe's bits before its use."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ _ATTENTION_NORMS = {"q_norm", "k_norm"}
 
 
 def native_decoder(parts: CausalLM, kv: torch.Tensor, dtype: torch.dtype, split: int) -> NativeDecoder | None:
-    """Return the model's decoder, or None for an unknown model. split: of its attention."""
+    """Return the model's decoder, or None for an unknown model."""
     trunk, specs, head = parts.trunk, parts.anatomy.attentions, _plain_head(parts.model)
     if build.load() is None or not _is_known(trunk) or head is None:
         return None
@@ -83,7 +81,7 @@ def _is_known_layer(layer: Any, family: str) -> bool:
 
 
 def _class_of(module: Any) -> str:
-    """Return the class's path below transformers.models, as a class elsewhere may have the same name."""
+    """Return the class's path below transformers.models."""
     return f"{type(module).__module__}.{type(module).__qualname__}".removeprefix("transformers.models.")
 
 

@@ -12,9 +12,7 @@ _Tables = tuple[Tensor, ...]  # each [positions, D]
 
 
 class RotaryTable(nn.Module):
-    """Replacement for a rotary embedding whose output depends only on the position (checked by `anatomy.py`).
-
-    An embedding that returns something other than cos and sin of every token keeps running as it is."""
+    """Replacement for a rotary embedding by position. Others than cos and sin per token run as they are."""
 
     def __init__(self, original: nn.Module, max_context: int) -> None:
         super().__init__()
@@ -23,7 +21,7 @@ class RotaryTable(nn.Module):
         self._tables: dict[tuple[Any, ...], _Tables | None] = {}
 
     def __getattr__(self, name: str) -> Any:
-        """Return the replaced embedding's attribute, since models read them."""
+        """Return the replaced embedding's attribute."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -40,7 +38,7 @@ class RotaryTable(nn.Module):
         return tuple(table.index_select(0, position_ids[0])[None] for table in tables)
 
     def tables(self, dtype: torch.dtype) -> _Tables | None:
-        """Return the used cos and sin [positions, D], or None unless there is exactly one pair for this dtype."""
+        """Return cos and sin [positions, D], or None unless there is one pair for this dtype."""
         found = [tables for key, tables in self._tables.items() if key[0] == dtype]
         return found[0] if len(found) == 1 and found[0] is not None and len(found[0]) == 2 else None
 

@@ -1,4 +1,4 @@
-"""Float32 forward of a model kept in bfloat16, with one layer widened at a time to save memory."""
+"""Float32 forward of a model kept in bfloat16, with one layer widened at a time."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from rlhfspec.huggingface.structure.layers import layers_of
 
 
 def outside(model: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Return the parameters outside all layers; a layer may share one of them."""
     within = {part for layer in layers for part in layer.modules()}
     modules = [module for module in model.modules() if module not in within]
     return list(dict.fromkeys(p for module in modules for p in module._parameters.values() if p is not None))
 
 
 def widen(parameters: Iterable[nn.Parameter]) -> None:
-    """Convert bfloat16 parameters to float32 in place, for good."""
+    """Convert bfloat16 parameters to float32 in place."""
     for parameter in parameters:
         if parameter.dtype == torch.bfloat16:
             parameter.data = parameter.data.float()

@@ -1,7 +1,8 @@
 """Proof at load that the engine runs the same model as Hugging Face, and that a row's bits are its own.
 
-Each probe runs alone, and its logits must match Hugging Face's. Then all run together (prompt chunks, single tokens,
-tree branches, NaN in unused memory), and no bit may change."""
+Each probe's logits must match Hugging Face's. In one batch with all others (prompt chunks, single tokens, tree
+branches, NaN in unused memory) no bit may change.
+"""
 
 from __future__ import annotations
 
@@ -108,10 +109,10 @@ def prove(proof: RunnerProof) -> Proved:
 
 
 def adopt(runner: Runnable, anatomy: Anatomy, probes: Sequence[Probe], verdict: Proved) -> None:
-    """Prepare the runner as the proof that gave the verdict has left it."""
+    """Put the runner into its state after the proof of this verdict."""
     guard_paths(runner.fused.model, runner.fused.guard, runner.parts, verdict.guarded)
     check = Check(runner, anatomy, probes)
-    check.a_forward()()  # tables of positions are made by the first
+    check.a_forward()()  # the first forward makes position tables
     check.clean()
     if verdict.report.path == _NATIVE:
         runner.native = runner.native_decoder()
@@ -130,7 +131,7 @@ class ProbeToken:
 
 @dataclass(frozen=True, slots=True)
 class ProbePlace:
-    """Slots of a probe in the cache: one a position, and as many again for dead-end branches."""
+    """Cache slots of a probe: one per position, plus those of dead-end branches."""
 
     probe: Probe
     index: int
@@ -151,7 +152,7 @@ class ProbePlace:
         return [self._row(place) for place in range(self.half)]
 
     def ending(self, vocab_size: int, num_slots: int) -> list[ProbeToken]:
-        """Return a decoded token and a branch with the rest, each beside a dead end while `num_slots` allow it."""
+        """Return a decoded token and a branch with the rest, beside dead ends while slots last."""
         rows, root = [self._row(self.half)], self.probe.past + self.half + 1
         branch: tuple[int, ...] = ()
         for place in range(self.half + 1, len(self.probe.tokens)):
@@ -257,7 +258,7 @@ class Check:
         )
 
     def _lay_out(self, places: list[ProbePlace]) -> None:
-        """Put NaN wherever a probe will write, and its random past before it."""
+        """Fill the probes' slots with NaN and their random pasts."""
         kv = self.runner.kv
         block_size, heads, dim = kv.shape[3], kv.shape[4], kv.shape[5]
         num_used = -(-sum(place.num_slots for place in places) // block_size)

@@ -1,4 +1,4 @@
-"""Verdicts of proofs, kept between starts: the same weights, code and machine are proved once."""
+"""Verdicts of proofs, kept between starts for equal weights, code and machine."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ class Proved:
 
 
 def key_of(model: Any, probes: Sequence[Probe], device: torch.device, *parts: object) -> str | None:
-    """Return the key of a proof of this model, by the bits of its weights; None for a part of a model.
-
-    parts: whatever else the proof depends on."""
+    """Return the key of a model's proof, by its weights and `parts`, or None for a part of a model."""
     if cut_of(model) is not None:
         return None
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -56,7 +54,7 @@ def keep(key: str | None, verdict: Proved) -> None:
 
 
 def _source(model: Any) -> bytes:
-    """Return the module that defines the model, as it may be the user's."""
+    """Return the source of the model's module, as it may be the user's."""
     try:
         return Path(inspect.getfile(type(model))).read_bytes()
     except (OSError, TypeError):

@@ -1,6 +1,4 @@
-"""Probes: tokens at every position where a model may change its behaviour (windows, chunks, RoPE scaling, end).
-
-Random keys and values replace the past."""
+"""Probes at positions where a model may change its behaviour, behind a random past."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Scattered(Probe):
-    """Row without a past whose positions have gaps; visibility follows the tokens' order."""
+    """Probe without a past whose positions have gaps."""
 
     at: tuple[int, ...]
 
@@ -53,7 +51,7 @@ class Scattered(Probe):
 
     @property
     def num_random(self) -> int:
-        """Return half of the tokens, since keys that are not rotated show errors in a query's rotation."""
+        """Return half of the tokens, as unrotated keys show errors in a query's rotation."""
         return len(self.at) // 2
 
     def __str__(self) -> str:
@@ -61,7 +59,7 @@ class Scattered(Probe):
 
 
 def choose(anatomy: Anatomy, config: Any, max_context: int, num_token_ids: int) -> tuple[Probe, ...]:
-    """Return the probes of a model. num_token_ids: size of the embedding."""
+    """Return a model's probes. `num_token_ids`: size of the embedding."""
     generator = torch.Generator().manual_seed(0)
 
     def tokens(count: int) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
-"""Reference answers to probes: plain Hugging Face in eager mode, before any module is exchanged.
+"""Reference answers to probes, from plain Hugging Face in eager mode.
 
-A second run perturbs every product by rounding noise; the change of its logits gives the tolerance for this model."""
+A second run perturbs every product by rounding noise; the change of logits gives the model's tolerance.
+"""
 
 from __future__ import annotations
 
@@ -71,9 +72,7 @@ _CHOOSING = (torch.topk, Tensor.topk, torch.max, Tensor.max)
 
 
 class ExpertChoices(TorchFunctionMode):
-    """Function mode that records which experts a forward chooses, from `topk` and `max`.
-
-    Rounding may flip a choice between nearly equal experts, after which results differ."""
+    """Function mode that records a forward's expert choices, which rounding may flip, from `topk` and `max`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,9 +86,7 @@ class ExpertChoices(TorchFunctionMode):
 
 
 class FollowedChoices(TorchFunctionMode):
-    """Function mode that takes another forward's experts wherever its own choice is nearly as good.
-
-    In bfloat16 rounding flips so many choices that few rows could be compared otherwise."""
+    """Function mode that takes another forward's experts if nearly as good, as bfloat16 flips many choices."""
 
     def __init__(self, choices: Sequence[Tensor]) -> None:
         super().__init__()
@@ -119,7 +116,7 @@ class ProbeResult:
         return [indices for _, indices in self.choices if len(indices) == len(self.logits)]
 
     def num_comparable(self, other: ProbeResult) -> int:
-        """Return the number of leading rows before a near tie made the two choose different experts."""
+        """Return the number of leading rows before a near tie parted the chosen experts."""
         rows = len(self.logits)
         for (values, indices), (their_values, their_indices) in zip(self.choices, other.choices, strict=False):
             if indices.shape != their_indices.shape or len(indices) != len(self.logits):
@@ -133,7 +130,7 @@ class ProbeResult:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Plain Hugging Face's answers, and how far rounding moves its logits, relative to the largest."""
+    """Hugging Face's answers, and the relative effect of rounding on its logits."""
 
     kind: str  # the model's class
     name: str  # of the model, in messages
@@ -146,7 +143,7 @@ class Reference:
         return [torch.cat(each) for each in zip(*(answer.experts for answer in self.answers), strict=True)]
 
     def check(self, found: Sequence[ProbeResult], tolerance: float, *, whose: str) -> float:
-        """Return the largest difference relative to the largest logit; raise if rounding cannot explain it."""
+        """Return the largest relative difference of logits, or raise if rounding cannot explain it."""
         difference, probe = compare(found, self.answers, self.probes)
         if difference > max(tolerance, _FACTOR * self.noise):
             problem = f"{whose} logits differ from Hugging Face's by {difference:.1e} of their size on {probe}"

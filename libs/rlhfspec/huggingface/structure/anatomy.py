@@ -1,7 +1,8 @@
-"""Anatomy of a causal LM: the trunk from tokens to hidden states, its attentions, and the head behind.
+"""Anatomy of a causal LM: the trunk up to hidden states, its attentions, and the head.
 
-The engine batches all sequences into one row, so `examine` refuses a model if a module mixes tokens outside
-`AttentionInterface`, or takes positions from anything but `position_ids`."""
+The engine batches sequences into one row, so `examine` refuses modules that mix tokens outside `AttentionInterface`, or
+take positions from anything but `position_ids`.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ _SHUFFLED = (7, 2, 9, 3, 11)  # places of the tokens that run again in another o
 
 @torch.inference_mode()
 def examine(model: Any, *, name: str, max_context: int) -> Anatomy:
-    """Find the anatomy and store it on the model; raise UnsupportedModel. name: for messages."""
+    """Find the anatomy and store it on the model, or raise UnsupportedModel."""
     tracer = _Tracer(model, name)
     with one_layer_wide(model):
         near = tracer.run(within_positions(model, _NEAR_TOKENS))  # though the context may be shorter
@@ -85,7 +86,7 @@ class _Tracer:
         raise UnsupportedModel(self.name, kind, f"{culprit or 'the model'} {problem}")
 
     def check_lengths_do_not_matter(self, near: ForwardTrace, max_context: int) -> None:
-        """Refuse RoPE whose angles change in a longer sequence, as those of dynamic and long RoPE may."""
+        """Refuse RoPE whose angles change with the sequence's length."""
         for path, module, args, kwargs in near.rotary:
             few = _at_positions(module, args, kwargs, near.num_tokens)
             many = _at_positions(module, args, kwargs, max_context)

@@ -1,4 +1,4 @@
-"""Specification of each attention, observed from its arguments and eager mask, not from configuration."""
+"""Specifications of attentions, observed from their arguments and eager masks."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def fit_cache(states: torch.Tensor, num_heads: int, dim: int) -> torch.Tensor:
 
 
 def visible(size: int, spec: AttentionSpec, device: torch.device, *, last: int | None = None) -> torch.Tensor:
-    """Return the visibility [size, size] of keys from a sequence's beginning, or its `last` rows only."""
+    """Return the visibility [size, size] of keys, or its `last` rows only."""
     place = torch.arange(size, device=device)
     query = place[size - (size if last is None else last) :, None]
     distance = query - place
@@ -82,9 +82,7 @@ def refuse_unknown(module: Any, keywords: dict[str, Any], *, name: str = "model"
 
 @contextmanager
 def attending(model: Any, name: str, function: Any = None, *, masks: bool = False) -> Iterator[None]:
-    """Make the model's attentions call `function` ("eager": their own), with eager experts.
-
-    masks: pass the mask that Hugging Face makes for eager attention, else None."""
+    """Run the model's attentions by `function`, with eager experts and, for `masks`, Hugging Face's eager mask."""
     if function is not None:
         AttentionInterface.register(name, function)
     if masks:
@@ -118,7 +116,7 @@ def as_before(model: Any) -> Iterator[None]:
 
 
 def use_eager_experts(model: Any) -> None:
-    """Make experts run their eager code: transformers' default groups rows by expert."""
+    """Make experts run eagerly, as transformers' default groups rows by expert."""
     for config in _configs(model):
         if config._experts_implementation is not None:
             config._experts_implementation = "eager"

@@ -1,4 +1,4 @@
-"""A causal LM in two parts, as engine and trainers run it: the trunk, and the code behind it."""
+"""Causal LM in two parts, as engine and trainers run it: trunk and head."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def keep_anatomy(model: Any, anatomy: Anatomy) -> None:
 
 
 class CausalLM:
-    """A model in two parts, trunk and head, both in the model's own code."""
+    """Trunk and head of a model, both in its own code."""
 
     def __init__(self, model: Any) -> None:
         self.model = model

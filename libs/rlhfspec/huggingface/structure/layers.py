@@ -1,4 +1,4 @@
-"""Search for a model's layers among its modules."""
+"""Search for a model's layers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of the heaviest outermost module list, each layer once."""
+    """Return the modules of the heaviest outermost module list."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     within = {part for each in lists for part in each.modules() if part is not each}
     outermost = [each for each in lists if each not in within]

@@ -1,4 +1,4 @@
-"""A simulated past: the model believes that many positions precede a few tokens, at no memory cost."""
+"""Simulated past of many positions before a few tokens, at no memory cost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhfspec.huggingface.structure.causal_lm import text_config
 
 
 class PastLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """Cache layer that puts zeros without memory before new keys and values, and keeps nothing."""
+    """Cache layer that prepends zeros without memory to new keys and values, and keeps nothing."""
 
     is_compileable = False
 

@@ -1,4 +1,4 @@
-"""Context length of a job from model configurations alone. Torch-free."""
+"""Torch-free context length of a job, from model configurations."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from rlhfspec.job import RLHFJob
 
 
 def positions_in(config: Any) -> int | None:
-    """Return how many positions the decoder was made for, or None; also within a multimodal model."""
+    """Return the decoder's number of positions, or None."""
     limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def config_of(path: str) -> Any:
-    """Return the configuration of a folder or hub id, or None if unreadable: loading the model reports why."""
+    """Return the configuration of a folder or hub id, or None if unreadable, which loading reports."""
     from transformers import AutoConfig
 
     try:

@@ -1,4 +1,4 @@
-"""Trace of one forward: the arguments of each attention, inputs and outputs of each module."""
+"""Trace of a forward: arguments of attentions, inputs and outputs of modules."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class ForwardTrace:
         self.num_tokens = num_tokens
         self.past = past  # number of tokens before those
         self.attentions: list[TracedAttention] = []
-        self.modules: list[tuple[str, Tensors, Tensors]] = []  # path, inputs, outputs; inner ones first; of attentions
-        # also their arguments to the interface
+        self.modules: list[tuple[str, Tensors, Tensors]] = []  # path, inputs, outputs; inner modules first;
+        # attentions also with their arguments to the interface
         self.rotary: list[tuple[str, nn.Module, Any, Any]] = []  # path, module and arguments of every rotary embedding
         self.trunk = ""
         self.trunk_output: type = tuple
@@ -79,7 +79,7 @@ class ForwardTrace:
     def attend(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
                scaling: float | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
                **keywords: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
-        """Record an attention that mixes nothing: every token gets its own value."""
+        """Record the attention and return each token's own value, unmixed."""
         refuse_unknown(module, keywords, name=self.name)
         kind, num_queries, num_keys = type(module).__name__, query.shape[2], key.shape[2]
         if (num_queries, num_keys) != (self.num_tokens, self.past + self.num_tokens):
@@ -108,7 +108,7 @@ class ForwardTrace:
 
 
 def _first_seen(name: str, kind: str, mask: Any, num_queries: int, num_keys: int) -> tuple[int, ...]:
-    """Return the first position that each query sees; raise unless it sees all from there up to itself."""
+    """Return the first visible position of each query. Raise unless visibility is causal without gaps."""
     if mask is None:
         raise UnsupportedModel(name, kind, "attention is not causal (some decoders need is_decoder: true)")
     visible, says_more = _visible(mask[..., :num_keys])
@@ -135,9 +135,10 @@ def _visible(mask: torch.Tensor) -> tuple[torch.Tensor, bool]:
 
 
 def first_that_differs(one: ForwardTrace, other: ForwardTrace, places: torch.Tensor, first: int = 0) -> str | None:
-    """Return the first module with equal inputs and different outputs, where `other` ran `one`'s tokens at `places`.
+    """Return the first module with equal inputs and different outputs, where `other` ran the tokens at `places`.
 
-    Tokens before `first` are ignored. A module without tokens in its inputs (an expert) is judged with its parent."""
+    Tokens before `first` are ignored.
+    """
     calls: dict[str, list[tuple[Tensors, Tensors]]] = {}
     for path, inputs, outputs in other.modules:
         calls.setdefault(path, []).append((inputs, outputs))

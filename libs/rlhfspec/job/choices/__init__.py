@@ -1,4 +1,4 @@
-"""Tables of everything that a job can choose by name, with its implementation. Torch-free."""
+"""Torch-free tables of a job's choices by name, with their implementations."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The algorithms that `algorithm.name` can choose (docs/algorithms.md).
-
-`make` is a function of `rlhfspec.training.learning.estimators` that turns token rewards into advantages."""
+"""Algorithms for `algorithm.name` (docs/algorithms.md). `make` turns token rewards into advantages."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The drafters that `generation.speculation.mode` can choose, besides off and adaptive.
+"""Drafters for `generation.speculation.mode`, besides off and adaptive.
 
-`make` is an `engine.drafting.base.Drafter`. One that needs `model.drafter` receives a `DraftEngine` of
-`drafting.model`."""
+`make` is an `engine.drafting.base.Drafter`. With `model.drafter` it receives a `DraftEngine` of `drafting.model`.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DrafterEntry(Entry):
 
     @property
     def runs_draft_model(self) -> bool:
-        """Return whether each draft level costs a forward; other drafters draft in one go."""
+        """Return whether each draft level costs a forward."""
         return _DRAFT_MODEL in self.needs
 
 
@@ -64,5 +64,5 @@ SPECULATION_MODES = (OFF, *DRAFTERS.names, ADAPTIVE)
 
 
 def may_run_draft_model(mode: str) -> bool:
-    """Return whether a generator in this mode loads `model.drafter`, if the job names one."""
+    """Return whether a generator in this mode may load `model.drafter`."""
     return mode == ADAPTIVE or (mode != OFF and DRAFTERS[mode].runs_draft_model)

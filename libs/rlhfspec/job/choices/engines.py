@@ -1,6 +1,7 @@
-"""The engines that `generation.engine.name` can choose (docs/generation.md#engine-vllm).
+"""Engines for `generation.engine.name` (docs/generation.md#engine-vllm).
 
-`make` takes the job and a loader of its tokenizer, and returns an `rlhfspec.engine.base.EngineProtocol`."""
+`make` takes the job and a tokenizer loader, and returns an `rlhfspec.engine.base.EngineProtocol`.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +14,12 @@ from rlhfspec.job.choices.registry import Entry, Registry, imported
 
 @dataclass(frozen=True, kw_only=True)
 class EngineEntry(Entry):
-    """An engine and its abilities.
+    """Engine and its abilities.
 
-    `takes_a_group`: `make` accepts the processes that hold the model together; `divides_models`: it starts them itself.
-    `is_exact`: its log-probs equal the trainer's bit for bit. `argument_problem`: module:name of a function of
-    (argument name, all arguments); `missing`: of a function of all arguments. Both return one line, or None."""
+    `takes_a_group`: `make` accepts the processes that share the model; `divides_models`: it starts them itself.
+    `is_exact`: log-probs equal the trainer's bit for bit. `argument_problem`, `missing`: module:name of a function that
+    returns a problem or None.
+    """
 
     is_movable: bool = False
     takes_a_group: bool = False

@@ -1,4 +1,4 @@
-"""The links that carry KV to another generator (docs/moving.md): `roles.generator.link` names one, or auto."""
+"""Links that carry KV to another generator (docs/moving.md), for `roles.generator.link`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ _LINKS = "rlhfspec.moves.migration.links"
 
 @dataclass(frozen=True, kw_only=True)
 class LinkEntry(Entry):
-    """A link. `make(inbox, token, at)` returns the destination's `LandingWay`; `connect(way, token, tls=...,
-    seconds=...)` returns the source's `Sending`, or None if the way is not reachable from here."""
+    """Link. `make` returns the destination's `LandingWay`, `connect` the source's `Sending`, or None if unreachable."""
 
     connect: str  # module:name
     between: str  # one line, for the docs

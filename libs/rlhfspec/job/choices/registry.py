@@ -1,4 +1,4 @@
-"""The shape of a choice by name, and of a table of choices. Implementations are imported on first use."""
+"""Choices by name and their tables. Implementations are imported on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vLLM arguments that `generation.engine.arguments` accepts, and why it refuses others."""
+"""vLLM arguments that `generation.engine.arguments` accepts, and why others are refused."""
 
 from __future__ import annotations
 

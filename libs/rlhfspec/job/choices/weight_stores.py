@@ -1,6 +1,4 @@
-"""The stores that carry new weights from the trainer to generators (docs/training.md), chosen by the start command.
-
-`make` is a function of a `rlhfspec.training.weights.base.StorePlace`."""
+"""Stores that carry weights to generators (docs/training.md). `make` takes a `training.weights.base.StorePlace`."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ _WEIGHTS = "rlhfspec.training.weights"
 
 @dataclass(frozen=True, kw_only=True)
 class WeightStoreEntry(Entry):
-    """A weight store. `needs`: fields of `messages.access.connections.Connections`."""
+    """Weight store. `needs`: fields of `messages.access.connections.Connections`."""
 
     between: str  # one line, for the docs
     is_between_processes: bool = True

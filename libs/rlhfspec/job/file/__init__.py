@@ -1,4 +1,4 @@
-"""Job files: reading, checking and writing them. The schema itself is `rlhfspec.job`."""
+"""Reading, checking and writing of job files. The schema is `rlhfspec.job`."""
 
 from rlhfspec.job.file.paths import resolve
 from rlhfspec.job.file.reading import read_job

@@ -1,6 +1,7 @@
-"""Checks for contradictions between fields of a job that an API server cannot express; the others are in `rules`.
+"""Checks for contradictions in a job that `rules` cannot express for an API server.
 
-A default never counts as a contradiction, so that a resolved job can be read back."""
+Defaults never count as contradictions, so that a resolved job can be read back.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def _check_dataset(job: RLHFJob) -> Iterator[Finding]:
 
 
 def _check_critic(job: RLHFJob) -> Iterator[Finding]:
-    """Yield a finding for arguments of a critic's optimizer, which have no type in the CRD."""
+    """Yield a finding for unused arguments of a critic's optimizer, which have no type in the CRD."""
     algorithm = job.spec.algorithm
     if not algorithm.entry.has_critic and job.spec.training.critic_optimizer.arguments:
         problem = f"{algorithm.name} has no critic: remove it"

@@ -1,4 +1,4 @@
-"""Checks that the files and folders a job names exist, before anything is loaded."""
+"""Checks of the files and folders that a job names, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ MOST_HEAD_BYTES = 100 << 20  # the limit of safetensors itself
 
 
 def check_files(job: RLHFJob, base: Path, *, with_environment: bool = True) -> Iterator[Finding]:
-    """Yield findings for paths, relative to `base`, that do not exist or have the wrong kind.
-
-    `with_environment`: also check that the environment variables named by the job are set."""
+    """Yield findings for missing or wrong paths, relative to `base`, and optionally for unset variables."""
     for name, path in named_models(job.spec.model).items():
         yield from _check_model(path, f"spec.model.{name}", base)
     yield from _check_sizes(job, base)
@@ -69,7 +67,7 @@ def _check_model(path: str, field: str, base: Path) -> Iterator[Finding]:
 
 
 def _check_readable(place: Path, path: str, field: str) -> Iterator[Finding]:
-    """Refuse files that this user cannot read, which safetensors would report as missing."""
+    """Yield a finding for unreadable files, which safetensors would report as missing."""
     inside = sorted(place.iterdir()) if place.is_dir() and os.access(place, os.R_OK) else []
     for file in [place, *(file for file in inside if file.is_file() and not file.name.startswith("."))]:
         if not os.access(file, os.R_OK):
@@ -110,7 +108,7 @@ def _check_sizes(job: RLHFJob, base: Path) -> Iterator[Finding]:
 
 
 def _check_parts(job: RLHFJob, base: Path) -> Iterator[Finding]:
-    """Check that the attention heads divide evenly; loading finds all other obstacles."""
+    """Check that attention heads divide evenly."""
     config = _text_config(job.spec.model.path, base)
     for role, count in (
         ("generator", job.spec.roles.generator.tensor_parallel), ("trainer", job.spec.roles.trainer.tensor_parallel),
@@ -126,7 +124,7 @@ def _check_parts(job: RLHFJob, base: Path) -> Iterator[Finding]:
 
 
 def _check_lora(job: RLHFJob, base: Path) -> Iterator[Finding]:
-    """Check the target layers against the checkpoint, except for experts, whose names change on loading."""
+    """Check LoRA's target layers against the checkpoint, except experts, which are renamed on loading."""
     lora = job.spec.model.lora
     if lora is None or isinstance(lora.target_modules, str):
         return
@@ -139,7 +137,7 @@ def _check_lora(job: RLHFJob, base: Path) -> Iterator[Finding]:
 
 
 def _config(path: str, base: Path) -> dict[str, Any]:
-    """Return the content of config.json, or an empty dictionary, because loading reports why it cannot be read."""
+    """Return the content of config.json, or {} if it is unreadable, which loading reports."""
     try:
         config = json.loads((Path(resolve(path, base)) / "config.json").read_bytes())
     except (OSError, ValueError):
@@ -153,7 +151,6 @@ def _text_config(path: str, base: Path) -> dict[str, Any]:
 
 
 def _parts_of_tensors(folder: Path) -> set[str]:
-    """Return the parts of all tensor names in a checkpoint."""
     names: set[str] = set()
     for file in folder.glob("*.safetensors") if folder.is_dir() else ():
         with suppress(OSError, ValueError), file.open("rb") as weights:
@@ -163,7 +160,7 @@ def _parts_of_tensors(folder: Path) -> set[str]:
 
 
 def _check_hub_id(path: str, field: str, base: Path) -> Iterator[Finding]:
-    """Refuse a hub id that closely resembles a model folder beside the job."""
+    """Yield a finding for a hub id that resembles a model folder beside the job."""
     if is_made_here(path) or not base.is_dir():
         return
     first, *rest = path.split("/")
@@ -193,7 +190,7 @@ def _check_data(path: str, field: str, base: Path) -> Iterator[Finding]:
 
 
 def _check_function(function: str, field: str, base: Path) -> Iterator[Finding]:
-    """Parse a module beside the job without running it; any other only has to be importable."""
+    """Check a function in a module beside the job, which is parsed but not run, or an importable module."""
     module, _, name = BUILT_IN_FUNCTIONS.get(function, function).partition(":")
     file = base.joinpath(*module.split(".")).with_suffix(".py")
     top = module.split(".")[0]

@@ -1,4 +1,4 @@
-"""Checks that this machine has the memory the job needs: a lower bound, without loading anything."""
+"""Lower bounds of the memory that a job needs on this machine."""
 
 from __future__ import annotations
 
@@ -38,14 +38,13 @@ def check_memory(job: RLHFJob, base: Path, *, available_bytes: int | None = None
 
 
 def _engine_bytes(job: RLHFJob, base: Path) -> int:
-    """Return the bytes of an engine's weights, which the loaded precision may double or halve."""
     folder = Path(resolve(job.spec.model.path, base))
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
     return size // 2 if job.spec.generation.dtype == "bfloat16" else size
 
 
 def weights_bytes(job: RLHFJob, base: Path, *, num_versions: int) -> int:
-    """Return the bytes of published versions of policy and critic; 0 while model files are missing."""
+    """Return the bytes of published versions of policy and critic, or 0 if unknown."""
     model = job.spec.model
     handed_out = [model.path, *([model.critic or model.path] if job.spec.algorithm.entry.has_critic else [])]
     size = sum(_num_parameters(Path(resolve(path, base))) for path in handed_out)
@@ -65,12 +64,12 @@ def _num_numbers(file: Path) -> int:
         try:
             header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
             return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-        except (ValueError, KeyError, TypeError, OverflowError, MemoryError):  # the loader says what is wrong
+        except (ValueError, KeyError, TypeError, OverflowError, MemoryError):  # the loader reports it
             return 0
 
 
 def free_bytes() -> int:
-    """Return the bytes that this process may still allocate, in its container too."""
+    """Return the bytes that this process may still allocate, within its container."""
     meminfo = Path("/proc/meminfo")
     found = [1 << 62]
     if meminfo.exists():

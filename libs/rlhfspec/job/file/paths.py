@@ -1,7 +1,8 @@
-"""Resolution of paths in a job file, relative to its folder; `~` is the home folder.
+"""Paths of a job file, relative to its folder.
 
-A text is a local path if it starts with `.`, `/` or `~`, has two or more slashes, ends like a data file, or exists (or
-its first folder does) beside the job file. `tiny:NAME` is made on this machine. All else is a Hugging Face hub id."""
+A text is local if it starts with `.`, `/` or `~`, has two or more slashes, ends like a data file, or exists (or its
+first folder does) beside the job file. `tiny:NAME` is made on this machine; all else is a Hugging Face hub id.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ def with_resolved_paths(job: RLHFJob, base: Path) -> RLHFJob:
 
 
 def input_paths(spec: Mapping[str, Any], base: Path) -> list[str]:
-    """Return the files and folders below `base` that a job, perhaps invalid, reads, existing or not."""
+    """Return the paths below `base` that a job reads, existing or not."""
     found = (_below(text, base) for text in _named(spec) if isinstance(text, str))
     return list(dict.fromkeys(path for path in found if path))
 

@@ -1,4 +1,4 @@
-"""Pydantic's errors in the words of the job file: the field's path, its line, the requirement, the nearest name."""
+"""Pydantic errors in terms of the job file: path, line, requirement and nearest name."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SOURCES: Path_ = ("spec", "rewards", "sources")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One problem of a job that fits the schema, unreported if a field that it `depends_on` is wrong itself."""
+    """Problem of a job that fits the schema, dropped if a field that it `depends_on` is wrong."""
 
     field: str
     problem: str
@@ -58,7 +58,7 @@ def explain(error: ValidationError, value: Any, places: Mapping[Path_, str]) -> 
 
 
 def place_of(path: Path_, places: Mapping[Path_, str]) -> str:
-    """Return the place of a value, or of the innermost block around it in the file."""
+    """Return the place of a value, or of its innermost known block."""
     while path and path not in places:
         path = path[:-1]
     return places.get(path, "") if path else ""
@@ -168,7 +168,7 @@ def _field_at(path: Path_, value: Any) -> FieldInfo | None:
 
 
 def _blocks_at(path: Path_, value: Any) -> list[type[Block]]:
-    """Return the blocks allowed at a path, first the one that matches the value's `type`."""
+    """Return the blocks allowed at a path, best match for the value's `type` first."""
     blocks: list[type[Block]] = [RLHFJob]
     for part in path:
         value = child_of(value, part)
@@ -182,7 +182,7 @@ def _blocks_at(path: Path_, value: Any) -> list[type[Block]]:
 
 
 def _all_fields(block: type[Block], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (name, path inside spec) of every field, outer blocks last, so that they win in a dict."""
+    """Yield (name, path inside spec) of every field, outer blocks last."""
     for field in reversed(block.model_fields.values()):
         path = f"{prefix}{field.alias}"
         for inner in blocks_of(field.annotation):

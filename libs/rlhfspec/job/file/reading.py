@@ -21,10 +21,11 @@ from rlhfspec.job.file.yaml_text import Path_, child_of, dotted, parse, parse_va
 
 
 def read_job(path: Path, overrides: Sequence[str] = (), *, base: Path | None = None, runs_here: bool = True) -> RLHFJob:
-    """Read and check the job in a YAML or JSON file, make its paths absolute, or raise JobError with all problems.
+    """Read and check a job file, with absolute paths, or raise JobError with all problems.
 
-    overrides: `training.steps=3`, a path inside `spec` and a YAML value; later ones win. base: where relative paths
-    start; None: the file's folder. runs_here: also check the memory and the environment of this machine."""
+    `overrides`: spec paths with YAML values; later ones win. `base`: of relative paths, by default the file's folder.
+    `runs_here`: also check this machine's memory and environment.
+    """
     base = path.parent if base is None else base
     document = parse(read_text(path), source=str(path))
     places: dict[Path_, str] = {where: f"line {line}" for where, line in document.lines.items()}
@@ -44,7 +45,7 @@ def read_job(path: Path, overrides: Sequence[str] = (), *, base: Path | None = N
 def _validate(
     value: dict[str, Any], places: dict[Path_, str], base: Path, runs_here: bool
 ) -> tuple[RLHFJob | None, list[Problem]]:
-    """Check each field, then combinations of fields, without those that are wrong."""
+    """Check fields, then combinations of valid fields."""
     job, problems, wrong = None, list[Problem](), set[str]()
     try:
         job = RLHFJob.model_validate(value)
@@ -78,7 +79,7 @@ def _without(value: Any, wrong_paths: Sequence[Path_]) -> RLHFJob | None:
 
 
 def _override(job: dict[str, Any], places: dict[Path_, str], override: str) -> list[Problem]:
-    """Apply one `path=value` to the job; the schema checks later whether the path exists."""
+    """Apply one `path=value` to the job; the schema is checked later."""
     name, equals, text = override.partition("=")
     where = f"--set {shown_override(override)}"
     keys = parts_of(name.strip().removeprefix("spec."))

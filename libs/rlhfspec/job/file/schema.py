@@ -1,7 +1,7 @@
-"""The schema of a job for editors (JSON Schema) and for a Kubernetes custom resource (structural OpenAPI v3).
+"""Schema of a job for editors (JSON Schema) and for Kubernetes (structural OpenAPI v3).
 
-A structural schema has types everywhere and no references, unions of objects or closed objects. Texts, lists and maps
-are bounded, which bounds the cost of rules."""
+Structural schemas have no references or unions of objects. Sizes are bounded, which limits the cost of rules.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _POD_TEMPLATE = {
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the schema for editors, which refuses unknown keys and omits defaults that depend on the algorithm."""
+    """Return the schema for editors, without defaults that depend on the algorithm."""
     schema = RLHFJob.model_json_schema(by_alias=True)
     definitions = schema.pop("$defs")
     inlined: dict[str, Any] = _inline(schema, definitions)

@@ -1,6 +1,6 @@
-"""Hiding of secrets that a job sends to reward endpoints, and filling them in from the environment.
+"""Secrets that a job sends to reward endpoints: filled in from the environment, and hidden when shown.
 
-Header values, and user, password, query and fragment of URLs are hidden wherever a job's fields are shown.
+Header values, and user, password, query and fragment of URLs are hidden.
 
 >>> shown_url("https://me:pw@judge.example/v1?key=abc")
 'https://...@judge.example/v1?...'
@@ -27,7 +27,7 @@ _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
 def shown_url(url: str) -> str:
-    """Return the URL with secrets hidden, for safety everything before the last `@`."""
+    """Return the URL with secrets hidden, and everything before the last `@`."""
     url = re.sub(r"^(\w+://)?.*@", rf"\1{HIDDEN}@", url, flags=re.DOTALL)
     return re.sub(r"([?#]).*$", rf"\1{HIDDEN}", url, flags=re.DOTALL)
 
@@ -43,7 +43,7 @@ def shown_value(path: Path_, value: Any) -> Any:
 
 
 def shown_override(override: str) -> str:
-    """Return the text of `--set` with secrets hidden, as a whole for a block that holds an endpoint."""
+    """Return the text of `--set` with secrets hidden."""
     name, equals, text = override.partition("=")
     if not equals:
         return HIDDEN if "header" in name or "://" in name else name
@@ -54,21 +54,21 @@ def shown_override(override: str) -> str:
 
 
 def holds_secrets(job: RLHFJob) -> bool:
-    """Return whether the job contains secrets, as opposed to names of environment variables."""
+    """Return whether the job contains secrets, not only names of environment variables."""
     sources = [source for source in job.spec.rewards.sources if isinstance(source, HttpSource)]
     sent = [value for source in sources for value in source.headers.values()]
     return any(not _VARIABLE.search(value) for value in sent) or any(_is_secret(source.url) for source in sources)
 
 
 def _is_secret(url: str) -> bool:
-    """Return whether the URL has a password, a user without one (a token), a query value or a fragment."""
+    """Return whether the URL has a password, a token as user, a query value or a fragment."""
     parts = urlsplit(_VARIABLE.sub("", url))
     token = parts.username if parts.password is None else parts.password
     return bool(token or parts.fragment or any(pair.partition("=")[2] for pair in parts.query.split("&")))
 
 
 def request_of(source: HttpSource, field: str) -> tuple[str, dict[str, str]]:
-    """Return URL and headers as they are sent; raise InvalidRequest for unset variables and invalid values."""
+    """Return URL and headers to send, or raise InvalidRequest for unset variables and invalid values."""
     url = filled_in(source.url, f"{field}.url")
     try:
         parts = urlsplit(url)
@@ -89,7 +89,7 @@ def request_of(source: HttpSource, field: str) -> tuple[str, dict[str, str]]:
 
 
 def secrets_of(url: str, headers: Sequence[str]) -> list[str]:
-    """Return texts that no message may repeat, but for those under 4 characters, which occur anywhere."""
+    """Return texts of at least 4 characters that no message may repeat."""
     parts = urlsplit(url)
     values = [pair.partition("=")[2] for pair in parts.query.split("&")]
     words = [word for value in headers for word in (value, *value.split())]

@@ -1,4 +1,4 @@
-"""A job to start from: every field with its description, rarely changed ones commented out."""
+"""Template of a job: every field with its description, rarely changed ones commented out."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class _Writer:
         yield from self.field(name, field, prefix, indent, default)
 
     def field(self, name: str, field: FieldInfo, prefix: str, indent: int, default: Any = None) -> Iterator[str]:
-        """Yield one field, or the block it holds. `default`: of the block around it, which takes precedence."""
+        """Yield a field, or its block. `default`: of the surrounding block, which takes precedence."""
         path = f"{prefix}{to_camel(name)}"
         if path == "rewards.sources":
             yield _SOURCES
@@ -97,7 +97,7 @@ class _Writer:
 
 
 def _yaml(value: Any) -> str:
-    """Return the value as YAML: JSON, or a plain word that YAML 1.1 does not read as a boolean.
+    """Return the value as JSON, or as a plain word that YAML 1.1 does not read as a boolean.
 
     >>> _yaml("./model"), _yaml("off"), _yaml(1e-6), _yaml("a: b")
     ('./model', '"off"', '1.0e-06', '"a: b"')

@@ -1,6 +1,7 @@
-"""YAML or JSON text as plain values, with the line of every value. Ambiguous YAML is refused with a reason.
+"""YAML or JSON as plain values, with the line of each. Ambiguous YAML is refused.
 
-Scalars follow YAML 1.2: `1e-6` is a number, only `true` and `false` are booleans, and dates are text."""
+Scalars follow YAML 1.2: `1e-6` is a number, only `true` and `false` are booleans, and dates are text.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ Path_ = tuple[str | int, ...]
 
 @dataclass(slots=True)
 class Document:
-    """A text as plain values, the line (from 1) of each path, and what could not be read."""
+    """Plain values of a text, the line (from 1) of each path, and problems."""
 
     value: Any
     lines: dict[Path_, int] = field(default_factory=dict)
@@ -70,7 +71,7 @@ def read_text(path: Path) -> str:
 
 
 def parse(text: str, *, source: str) -> Document:
-    """Parse a text with one document, collecting problems that leave the rest readable; others raise JobError."""
+    """Parse a text with one document. Collect problems that leave the rest readable, else raise JobError."""
     if source.endswith(".json"):
         text = text.replace("\t", " ")  # JSON allows tabs between values, YAML does not; strings contain them as \t
     reader = _Reader()
@@ -101,7 +102,7 @@ def parse_value(text: str) -> Any:
 
 
 class _Reader:
-    """Walker over YAML nodes that records lines and problems, and expands aliases up to a limit."""
+    """Walker over YAML nodes that records lines and problems."""
 
     def __init__(self) -> None:
         self.lines: dict[Path_, int] = {}
@@ -169,13 +170,13 @@ _TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool",
 
 
 def dotted(path: Path_) -> str:
-    """Return a path in the notation of users, such as `spec.rewards.sources[0].weight`."""
+    """Return a path such as `spec.rewards.sources[0].weight`."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return text.removeprefix(".") or "file"
 
 
 def parts_of(text: str) -> Path_:
-    """Return the parts of a path with list indices in brackets or between dots."""
+    """Return the parts of a dotted path, with list indices."""
     parts = re.sub(r"\[(\d+)\]", r".\1", text).split(".")
     return tuple(int(part) if part.isdecimal() else part for part in parts)
 

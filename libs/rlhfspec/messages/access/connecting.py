@@ -1,4 +1,4 @@
-"""A process's connection to NATS in a role of the run, with the role's credentials."""
+"""Connection to NATS with a role's credentials."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class NatsAccess:
 
 
 def access_of(folder: Path | None, role: str, uid: str) -> NatsAccess:
-    """Return access by the role's token (ROLE.creds) if there is one, else by its key (ROLE.seed)."""
+    """Return access by the role's token (ROLE.creds) if it exists, else by its key (ROLE.seed)."""
     if folder is None:
         return NatsAccess(proof=NO_PROOF, tls=None, inbox_prefix=inbox_of(role, uid))
     creds = folder / f"{role}.creds"
@@ -51,7 +51,7 @@ async def connect(
     publish_timeout_seconds: float = 600.0,
     patience_seconds: float = 0.0,
 ) -> NatsTransport:
-    """Connect; while the server does not answer, try again with growing delays for `patience_seconds`."""
+    """Connect to NATS, retrying with backoff for `patience_seconds`."""
     clock = clock or SystemClock()
     access = access_of(connections.credentials, role, connections.uid)
     end, wait, log_level = clock.now() + patience_seconds, _FIRST_WAIT_SECONDS, logging.WARNING

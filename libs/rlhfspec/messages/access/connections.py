@@ -1,6 +1,7 @@
-"""Addresses and credential files by which the processes of a run reach each other.
+"""Addresses and credential files of a run's processes.
 
-The file names files with secrets but contains none, so its path may appear in an argument list."""
+The file contains paths of secrets, but no secrets.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +21,13 @@ else:
 
 
 class Connections(BaseModel):
-    """The connections of a run's processes.
+    """Connections of a run's processes.
 
-    `credentials`: folder with ca.pem, and for each role (a stage, `view` or `control`) ROLE.pem and ROLE.key for TLS
-    and its NKEY ROLE.seed; None: neither. In a cluster it has ROLE.creds in place of ROLE.seed, and servers-ca.pem,
-    which verifies the servers. `worker_host`: the name in every worker's certificate; None: certificates contain
-    addresses. Ports: every worker listens on them at its own address (RLHFSPEC_HOST); 0: any free port."""
+    `credentials` is a folder with ca.pem and, for each role (a stage, `view` or `control`), ROLE.pem and ROLE.key for
+    TLS and the NKEY ROLE.seed; None means no TLS and no NKEY. A cluster has ROLE.creds in place of ROLE.seed, and
+    servers-ca.pem to verify the servers. `worker_host` is the name in every worker's certificate; None means addresses.
+    Every worker listens on the ports at its own address (RLHFSPEC_HOST); 0 means any free port.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

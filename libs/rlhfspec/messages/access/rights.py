@@ -1,8 +1,7 @@
-"""The rights of each role on the bus, as NATS subjects: the least that its part of the map (`messages.loop`) needs.
+"""Least NATS permissions of each role, derived from the stages in `messages.loop`.
 
-A role is a stage, or `view` or `control`, which observe everything. On a laptop `control` is the supervisor, which
-creates the run's streams. In a cluster the operator does: that right does not restrict which subjects a stream
-captures.
+A role is a stage, or `view` or `control`, which observe everything. On a laptop `control` (the supervisor) creates the
+streams. In a cluster the operator does, because the right to create a stream does not restrict its subjects.
 
 >>> [subject for subject in rights_of("reward", "sums", "3f2a").publish if subject.startswith("rlhf.")]
 ['rlhf.sums.3f2a.score', 'rlhf.sums.3f2a.heartbeat', 'rlhf.sums.3f2a.workerinfo.*', 'rlhf.sums.3f2a.dead.*']
@@ -19,7 +18,7 @@ from rlhfspec.messages.transport.jetstream.streams import latest_of, stream_name
 
 CONTROL = "control"
 BUS_ROLES = (*loop.BY_NAME, CONTROL)
-# An idle process of the key's role may host a worker of one of these stages, and then acts in that stage's role.
+# By role: stages whose workers an idle process of the role may host, acting in that stage's role.
 GUESTS: dict[str, tuple[str, ...]] = {"generator": ("reference", "critic")}
 
 
@@ -32,12 +31,12 @@ class RoleRights:
 
 
 def inbox_of(role: str, uid: str) -> str:
-    """Return the inbox prefix of a role in a run, under which no other client can read answers."""
+    """Return the inbox prefix that only this role of the run may read."""
     return f"_INBOX_{role}_{uid}"
 
 
 def rights_of(role: str, job: str, uid: str, *, declares: bool = False) -> RoleRights:
-    """Return the rights of a role in one run. `declares`: `control` may create streams."""
+    """Return the rights of a role; with `declares`, `control` may create streams."""
     if role not in BUS_ROLES:
         raise InvalidRequest("role", role, f"must be one of {', '.join(BUS_ROLES)}")
     granted = _Granted(role, job, uid)
@@ -115,7 +114,7 @@ class _Granted:
             self.publish.append(f"$JS.API.STREAM.MSG.GET.{stream}")
 
     def _stream(self, subject: str) -> str:
-        """Return the subject's stream, whose declaration every role that uses it may query."""
+        """Return the subject's stream, and allow queries of its declaration."""
         stream = stream_name(subject)
         self.publish.append(f"$JS.API.STREAM.INFO.{stream}")
         return stream

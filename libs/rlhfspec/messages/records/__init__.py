@@ -1,8 +1,8 @@
-"""The records that stages exchange, frozen and torch-free.
+"""Records that stages exchange, frozen and free of torch.
 
-Ids are derived, so that a retry is the same sample and duplicates are dropped: a prompt and its sample have the id
-`{job}/{step}/{prompt}/{replica}`. Steps count from 1. Weights version 0 is the initial model, and step s trains version
-s - 1 into version s."""
+A prompt and its sample have the id `{job}/{step}/{prompt}/{replica}`; a retry has the same id, so duplicates are
+dropped. Steps count from 1. Weights version 0 is the initial model; step s trains version s - 1 into version s.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Role = Literal["policy", "critic", "drafter"]
 FinishReason = Literal["stop", "length", "error"]
 Doing = Literal["working", "waiting", "stopped"]
 Purpose = Literal["training", "evaluation"]
-# kv: moved with its KV; tokens: moved without, to be prefilled again; kept: it stays, with a reason; lost: the
-# destination does not confirm that it has the sample, which will be redelivered.
+# kv: moved with its KV cache; tokens: moved without, to be prefilled again; kept: not moved, with a reason; lost: not
+# confirmed by the destination, so the sample will be redelivered.
 MoveOutcome = Literal["kv", "tokens", "kept", "lost"]
 
 
 def sample_id(job: str, *, step: int, prompt: int, replica: int) -> str:
-    """Return the id of a sample, which is not zero-padded: sort by `sort_key`."""
+    """Return the id of a sample; it is not zero-padded, so sort by `sort_key`."""
     return f"{job}/{step}/{prompt}/{replica}"
 
 
 def evaluation_id(job: str, *, step: int, prompt: int, replica: int) -> str:
-    """Return the id of a held-out prompt's sample by the policy after a step."""
+    """Return the id of an evaluation's sample."""
     return f"{job}/evaluation-{step}/{prompt}/{replica}"
 
 
@@ -41,7 +41,7 @@ def sample_seed(job_seed: int, record_id: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A request for one sample; the `samplesPerPrompt` replicas of a prompt share a group id."""
+    """Request for one sample; the `samplesPerPrompt` replicas of a prompt share a group id."""
 
     id: str
     job: str
@@ -66,7 +66,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A finished response. `finish_reason` "error" comes with `error` and no usable tokens."""
+    """Finished response; with `finish_reason` "error" it has an `error` and no usable tokens."""
 
     id: str
     job: str
@@ -103,9 +103,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """The result of one scoring stage for one sample. A failure has `error`; it is never a silent zero.
+    """Result of one scoring stage for one sample; a failure has an `error`, never a silent zero.
 
-    `values`: one number from reward; one per response token from reference (log-probs) and critic (values)."""
+    `values` has one number from reward, one per response token from reference (log-probs) and critic (values).
+    """
 
     id: str
     sample_id: str
@@ -122,7 +123,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """New weights are available at `uri` (`memory:`, `file:`)."""
+    """Announcement of new weights at `uri` (`memory:`, `file:`)."""
 
     id: str
     job: str
@@ -134,9 +135,10 @@ class Weights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftWeights:
-    """Drafter weights of a generator at `uri`, which may be lost, late or wrong, as no token depends on them.
+    """Drafter weights of a generator, which may be lost, late or wrong because no token depends on them.
 
-    It is no `Weights` record, because a generator must not be able to announce a policy."""
+    The record is separate from `Weights` because a generator must not announce a policy.
+    """
 
     id: str
     job: str
@@ -161,7 +163,7 @@ class DatasetInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """A request for more prompts in a step, because dynamic sampling dropped some."""
+    """Request for more prompts in a step after dynamic sampling dropped some."""
 
     id: str
     job: str
@@ -172,10 +174,11 @@ class Demand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The current load of a generator, which may be lost, as nothing that decides a token or a curve reads it.
+    """Current load of a generator, which may be lost because no token or curve depends on it.
 
     The rebalancer plans with the fields from `worker` on. A step of B sequences takes about `step_seconds +
-    sequence_seconds * B`."""
+    sequence_seconds * B`.
+    """
 
     id: str
     job: str
@@ -213,7 +216,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """The rebalancer's advice to move a sample, which costs only balance if it is lost, late or wrong."""
+    """Advice to move a sample; a lost, late or wrong one costs only balance."""
 
     id: str  # of the move, in all its records
     job: str
@@ -226,7 +229,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """The outcome of a move, as seen by its source."""
+    """Outcome of a move as seen by its source."""
 
     id: str  # of the move
     job: str
@@ -254,9 +257,10 @@ class PlannedMove:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A decision of the rebalancer with its reasons: a line of `moves.jsonl`.
+    """Decision of the rebalancer with its reasons, a line of `moves.jsonl`.
 
-    Times are seconds from now. `num_wanted`: the number of generators that would pay; 0: not known yet."""
+    Times are seconds from now. `num_wanted` is the number of generators that would pay (0: unknown).
+    """
 
     id: str
     job: str
@@ -274,7 +278,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """One trained step, with its line of `steps.jsonl`."""
+    """Metrics of one trained step, a line of `steps.jsonl`."""
 
     id: str
     job: str
@@ -287,7 +291,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationReport:
-    """An evaluation on held-out prompts, with its line of `evaluations.jsonl`."""
+    """Evaluation on held-out prompts, a line of `evaluations.jsonl`."""
 
     id: str
     job: str
@@ -300,7 +304,7 @@ class EvaluationReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """The current activity of one worker, which may be lost."""
+    """Current activity of one worker; heartbeats may be lost."""
 
     id: str
     job: str
@@ -316,7 +320,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
-    """A ready worker: its process, its addresses and the checks of its models."""
+    """Process, addresses and model checks of a ready worker."""
 
     id: str  # new with every start of the process
     job: str

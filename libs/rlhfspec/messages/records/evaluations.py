@@ -37,5 +37,5 @@ class Evaluation:
 
 
 def best(evaluations: Sequence[Evaluation]) -> Evaluation:
-    """Return the evaluation with the highest mean reward; among equals the earliest."""
+    """Return the evaluation with the highest mean reward, the earliest among equals."""
     return max(evaluations, key=lambda evaluation: (evaluation.reward.mean, -evaluation.step))

@@ -1,7 +1,8 @@
-"""The metrics of one trained step: a line of `steps.jsonl`.
+"""Metrics of one trained step, a line of `steps.jsonl`.
 
-Two runs of one job agree bit for bit in the *curve*; *measurements* describe this run on this machine. A number that
-does not apply to a job is null."""
+Two runs of a job agree bit for bit in the *curve*; *measurements* describe one run on one machine. Numbers that do not
+apply to the job are null.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Return the statistics of the values, with exact sums, so that their order does not matter."""
+        """Return the statistics of the values; exact sums make their order irrelevant."""
         mean = math.fsum(values) / len(values)
         variance = math.fsum((value - mean) ** 2 for value in values) / len(values)
         return cls(mean=mean, std=math.sqrt(variance), min=float(min(values)), max=float(max(values)))
@@ -83,9 +84,10 @@ class LogProbDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seconds:
-    """Seconds that each stage spent on a step; 0 for a stage that does not run in the job.
+    """Seconds that each stage spent on a step; 0 for stages outside the job.
 
-    Stages overlap, so their sum may exceed `step`, the wall time. `waiting` is the trainer's time without work."""
+    Stages overlap, so their sum may exceed `step`, the wall time. `waiting` is the trainer's time without work.
+    """
 
     generation: float
     reward: float
@@ -171,13 +173,13 @@ _ESTIMATORS = ("k1", "k2", "k3")
 
 
 def curve(line: str) -> dict[str, Any]:
-    """Return the fields of a line that two runs of one job share bit for bit."""
+    """Return the fields that two runs of one job share bit for bit."""
     content = json.loads(line)
     return {name: content[name] for name in CURVE}
 
 
 def learner_fields(said: Mapping[str, float]) -> dict[str, Any]:
-    """Return the StepMetrics fields that come from the learner; other numbers go to `learning`.
+    """Return the StepMetrics fields of the learner; other numbers go to `learning`.
 
     >>> said = {name: 0.5 for name in ("policy_loss", "entropy", "clip_fraction", "grad_norm", "learning_rate")}
     >>> said |= {"truncated_fraction": 0.0, "log_prob_difference_max": 3e-7, "log_prob_difference_mean": 4e-8}
@@ -198,12 +200,11 @@ def learner_fields(said: Mapping[str, float]) -> dict[str, Any]:
 
 
 def _percentile(ordered: Sequence[int], percent: int) -> int:
-    """Return the smallest value that at least `percent` percent of the values do not exceed."""
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
 def json_line(metrics: Any, name: str) -> str:
-    """Return a dataclass of numbers as a line of JSON; raise NumericalError if one is not finite."""
+    """Return a dataclass as a line of JSON, or raise NumericalError for nan and inf."""
     content = asdict(metrics)
     if (found := not_finite(content)) is not None:
         raise NumericalError(f"{name}: {found[0]} is {found[1]}")
@@ -217,7 +218,7 @@ def not_finite(metrics: Any) -> tuple[str, float] | None:
 
 
 def parse_line(kind: type[T], line: str, file: str) -> T:
-    """Parse a line of `file` as the dataclass; raise InvalidRequest if it does not fit."""
+    """Parse a line of `file` as the dataclass, or raise InvalidRequest."""
     try:
         return _adapter(kind).validate_python(json.loads(line))  # type: ignore[arg-type, no-any-return]
     except json.JSONDecodeError as error:

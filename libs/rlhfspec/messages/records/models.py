@@ -5,18 +5,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelReport:
-    """The verification of one model; kept in a run's manifest."""
+    """Verification of one model, kept in the run's manifest."""
 
     model: str  # class name
-    path: str  # "native": all layers in one call; "layers": Hugging Face code over our kernels. For the trainer,
-    # "packed": Hugging Face code over packed rows; "exact": the same over the engine's kernels
+    path: str  # "native": all layers in one call; "layers": Hugging Face code over engine kernels. For the trainer,
+    # "packed": Hugging Face code over packed rows; "exact": the same over engine kernels
     attentions: tuple[str, ...]  # kinds of attention, without duplicates
     guarded: tuple[str, ...]  # module types that run so that each row's bits are independent of the batch
     probes: tuple[str, ...]
     difference: float  # largest difference of the probes' logits to Hugging Face's, relative to the largest logit
     noise: float  # effect of rounding alone on Hugging Face's logits, likewise
-    bits: str  # the promise about bits
-    attention_split: int | None  # positions that have a softmax of their own; None: torch's attention
+    bits: str  # guarantee about bitwise equality
+    attention_split: int | None  # positions per softmax; None: torch's attention
     seconds: float
     dtype: str = ""  # of the weights, and of the computation if it differs; "" in older releases
     prefill: str = ""  # the prefill kernel on a device, and why it is not FlashAttention; "" on a CPU

@@ -1,1 +1,1 @@
-"""NATS and Redis of a run with processes, their credentials, and the cleanup after a dead supervisor."""
+"""NATS and Redis servers of a run, their credentials and their cleanup."""

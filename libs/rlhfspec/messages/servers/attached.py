@@ -1,6 +1,7 @@
 """Launcher of a program that is killed when its parent dies: python -I -S attached.py PARENT PROGRAM ARGUMENT ...
 
-The parent-death signal survives exec. Only the standard library is imported, for a fast start."""
+The parent-death signal survives exec. Only the standard library is imported, to start fast.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Search for the server programs: from `pip install 'rlhfspec[processes]'`, else in the PATH."""
+"""Paths of the server programs, from `rlhfspec[processes]` or else from PATH."""
 
 from __future__ import annotations
 

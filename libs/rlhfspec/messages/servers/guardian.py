@@ -1,9 +1,9 @@
-"""Killing and cleanup of a run whose supervisor died, even by SIGKILL.
+"""Guardian processes that clean up after a run whose supervisor died, even by SIGKILL.
 
-The supervisor holds the only writing end of a guardian's stdin. At its end of file, without `RELEASED` before, the
-guardian kills every process that carries the run's mark in its environment or descends from one that does, and removes
-the run's data. Two run, so that one survives if the other dies with the supervisor. This file runs as a script and
-imports the standard library only, for a fast start."""
+The supervisor holds the only writing end of a guardian's stdin. If stdin ends without `RELEASED`, the guardian kills
+every process with the run's mark in its environment, and its descendants, and removes the run's data. There are two,
+as one may die with the supervisor. This script imports only the standard library.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def end_run(uid: str, remove: Iterable[Path], quiet_seconds: float = _QUIET_SECONDS) -> None:
-    """Kill the run's processes until none appears for a while, then remove those paths that are still its own."""
+    """Kill the run's processes until none appears for `quiet_seconds`, then remove the paths it still owns."""
     now = begin = quiet_since = time.monotonic()
     while now - quiet_since < quiet_seconds and now - begin < GIVE_UP_SECONDS:
         if kill(processes_of(uid)):
@@ -79,7 +79,7 @@ def kill(pids: Iterable[int]) -> int:
 
 
 def processes_of(uid: str) -> set[int]:
-    """Return marked processes and their descendants, as some programs clear the environment, without guardians."""
+    """Return marked processes and descendants, which may have cleared their environment, without guardians."""
     children: dict[int, list[int]] = {}
     marked = marked_with({f"{MARK}={uid}".encode()}, children)
     spared = {os.getpid(), *guardians_of(uid)}
@@ -97,7 +97,7 @@ def guardians_of(uid: str) -> list[int]:
 
 
 def marked_with(marks: set[bytes], children: dict[int, list[int]] | None = None) -> list[int]:
-    """Return the processes with all of these in their environment; fill `children` by parent."""
+    """Return the processes with all marks in their environment; fill `children` by parent."""
     found = []
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with suppress(OSError):  # it ended meanwhile, or belongs to another user
@@ -112,7 +112,6 @@ def marked_with(marks: set[bytes], children: dict[int, list[int]] | None = None)
 
 
 def state_and_parent(pid: int) -> tuple[str, int]:
-    """Return state and parent from /proc, behind a name that may contain spaces and brackets."""
     state, parent, *_ = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return state, int(parent)
 
@@ -145,7 +144,7 @@ class Guardians:
         return len(alive) < NUM_GUARDIANS
 
     def release(self, timeout_seconds: float = 5.0) -> None:
-        """Tell the guardians that the run has ended."""
+        """End the guardians without a cleanup."""
         for process in self._processes:
             assert process.stdin is not None
             with suppress(BrokenPipeError):

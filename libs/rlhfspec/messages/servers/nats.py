@@ -1,4 +1,4 @@
-"""nats-server with JetStream: one account, with one user for each role."""
+"""Server nats-server with JetStream, one account and one user per role."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ACCOUNT = "JOB"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class User:
-    """A NATS user for one role: its public NKEY and its subjects; all others are denied."""
+    """NATS user of one role with its public NKEY and allowed subjects."""
 
     public_key: str
     publish: Sequence[str]
@@ -25,7 +25,7 @@ class User:
 
 
 def nats_config(users: Mapping[str, User], tls: ServerTls | None) -> str:
-    """Return the server's configuration; without users, for tests only, every client may do everything."""
+    """Return the server's configuration; without users (tests only) every client has all rights."""
     lines = [f"max_payload: {MAX_PAYLOAD_BYTES}", "jetstream {}"]  # the storage folder is an argument
     if tls is not None:
         lines += [
@@ -50,7 +50,7 @@ def _user(user: User) -> str:
 
 
 def _allowed(subjects: Iterable[str]) -> str:
-    """Return a permission for exactly these subjects. An empty allow list would allow everything."""
+    """Allow exactly these subjects; an empty allow list would allow all."""
     names = ", ".join(map(quoted, subjects))
     return f"{{allow: [{names}]}}" if names else '{deny: [">"]}'
 
@@ -60,7 +60,7 @@ def quoted(text: object) -> str:
 
 
 class NatsServer(ServerProgram):
-    """nats-server on localhost, on a free port that it keeps over restarts, with streams in files."""
+    """Process of nats-server on localhost with file streams; restarts keep its port."""
 
     name = "nats-server"
 

@@ -1,4 +1,4 @@
-"""Base class of servers that the supervisor starts, and that die with it."""
+"""Base class of servers that die with the supervisor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOOK_SECONDS = 0.01
 
 
 class ServerProgram(ABC):
-    """Server process with a folder of its own for configuration and data, not safe for concurrent tasks."""
+    """Server process with its own folder; not safe for concurrent tasks."""
 
     name: str
 
@@ -35,7 +35,7 @@ class ServerProgram(ABC):
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     async def start(self, deadline_seconds: float = _START_SECONDS) -> str:
-        """Start the server and return its URL once it answers. A restart keeps the URL and the data."""
+        """Start the server and return its URL once it answers; a restart keeps URL and data."""
         assert self.pid is None, f"{self.name} runs already"
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         ready = False
@@ -52,7 +52,7 @@ class ServerProgram(ABC):
         return self.url
 
     async def _started(self) -> bool:
-        """Return True once the server is ready, or False if its port was in use and a retry may help."""
+        """Start the process; return True once ready, or False if its port is in use."""
         log_size = self.log.stat().st_size if self.log.exists() else 0
         command = self._command()
         with self.log.open("ab") as log:
@@ -71,12 +71,11 @@ class ServerProgram(ABC):
         raise ServerFailed(self.name, f"ended with exit code {self._process.returncode}: {self._last_words()}")
 
     async def wait(self) -> int:
-        """Wait until the server ends and return its exit code, negative for a signal."""
         assert self._process is not None, f"{self.name} was not started"
         return await self._process.wait()
 
     async def stop(self) -> None:
-        """Terminate the server, and kill it after a deadline. Data stay."""
+        """Terminate the server, or kill it after a deadline; its data stays."""
         if self.pid is not None:
             self._signal(signal.SIGTERM)
             try:
@@ -101,7 +100,7 @@ class ServerProgram(ABC):
 
     @abstractmethod
     def _command(self) -> list[str]:
-        """Write the configuration, and return program and arguments, without secrets."""
+        """Write the configuration, and return the command line without secrets."""
 
     @abstractmethod
     async def _ready(self) -> bool:
@@ -109,7 +108,7 @@ class ServerProgram(ABC):
 
 
 def write_secret(path: Path, content: bytes) -> None:
-    """Write a file atomically and readable by its owner only."""
+    """Write a file atomically, readable only by its owner."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)

@@ -1,4 +1,4 @@
-"""Valkey or Redis for data that may be lost: in memory, bounded, on a socket that only this user can open."""
+"""Valkey or Redis for data that may be lost, on a private socket."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RedisServer(ServerProgram):
     def __init__(
         self, folder: Path, *, run: str, socket_folder: Path | None = None, password_file: Path | None = None
     ) -> None:
-        """Create a server whose socket is in `socket_folder` if its path would else be too long."""
+        """Create a server; its socket is in `socket_folder` if its path in `folder` is too long."""
         super().__init__(folder, run=run)
         self._password_file = password_file
         self._socket = _socket_path(self.folder, socket_folder or self.folder)

@@ -1,8 +1,9 @@
-"""A run's folder in memory, and the cleanup of such folders of dead runs.
+"""Scratch folders of a run, and the cleanup of those of dead runs.
 
-`/dev/shm/rlhfspec-UID` (or a temporary folder) holds a run's weights and all that needs a short name; `RUN/processes`
-holds keys, servers' data and addresses. The run removes both, or its guardians, or the next run of this user: a folder
-whose lock is free belongs to a dead run."""
+`/dev/shm/rlhfspec-UID` (or a temporary folder) holds weights and files that need short paths; `RUN/processes` holds
+keys, server data and addresses. The run, its guardians or this user's next run removes both. A folder with a free lock
+belongs to a dead run.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ _LOOK_SECONDS = 0.02
 
 
 class Scratch:
-    """Scratch folders of a run: `place` is RUN/processes, first called `beginning`, and `path` one of `paths`."""
+    """Scratch folders of a run: RUN/processes, and the first usable of `paths`."""
 
     def __init__(self, uid: str, place: Path) -> None:
         self._uid = uid
@@ -44,7 +45,7 @@ class Scratch:
         return self._path
 
     def make(self) -> None:
-        """Make both folders; RUN/processes has its uid at once, or the guardian of a dead run would remove it."""
+        """Create both folders; RUN/processes appears with its uid, or a dead run's guardian would remove it."""
         self.beginning.mkdir(mode=0o700)
         (self.beginning / UID).write_text(self._uid)
         self.beginning.rename(self._place)
@@ -72,14 +73,12 @@ class Scratch:
 
 
 def end_dead_runs() -> list[str]:
-    """End what is left of runs whose supervisor and guardians died together; return their uids."""
+    """Clean up runs whose supervisor and guardians died together, and return their uids."""
     return [path.name.removeprefix(_PREFIX) for path in _scratch_folders() if _end_if_dead(path)]
 
 
 def end_run_in(place: Path) -> None:
-    """Remove a dead run's RUN/processes, after its guardians, which would remove the caller's files too.
-
-    The caller holds the run folder's lock, so that no other run uses it."""
+    """Remove a dead run's RUN/processes after its guardians; the caller holds the run folder's lock."""
     with suppress(OSError):
         uid = (place / UID).read_text()
         end_run(uid, [])
@@ -101,7 +100,7 @@ def _parents() -> list[Path]:
 
 
 def _scratch_folders() -> Iterator[Path]:
-    """Yield scratch folders of this user that are closed to others, whose content is not trusted."""
+    """Yield scratch folders that only this user can write; others are not trusted."""
     for path in [path for parent in _parents() for path in parent.glob(f"{_PREFIX}*")]:
         with suppress(OSError):
             found = path.lstat()

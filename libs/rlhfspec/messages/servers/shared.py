@@ -1,7 +1,8 @@
-"""Configuration files of NATS and Redis that many jobs share.
+"""Configuration files of NATS and Redis servers that many jobs share.
 
-NATS runs in operator mode with one account (`servers.credentials.jwt`). Redis initially knows only the operator, which
-creates the users of runs. Both use TLS with a certificate of the release and ask clients for none."""
+NATS runs in operator mode (`servers.credentials.jwt`). Redis starts with the operator as only user. Both use TLS and
+require no client certificate.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ MAX_CONTROL_LINE_BYTES = 1 << 16  # a role's token is one line; the server's def
 
 
 def nats_config(operator: str, accounts: Mapping[str, str], system_account: str) -> bytes:
-    """Return the configuration from tokens, those of `accounts` by public key."""
+    """Return the configuration; `accounts` maps public keys to tokens."""
     preloaded = [f"  {account}: {quoted(token)}" for account, token in accounts.items()]
     lines = [
         f"port: {NATS_PORT}",
@@ -65,13 +66,13 @@ def redis_config() -> bytes:
 
 
 def redis_users(users: Mapping[str, Sequence[str]]) -> bytes:
-    """Return a file of users, each with rules of `ACL SETUSER`."""
+    """Return an ACL file of users with their `ACL SETUSER` rules."""
     lines = ["user default off", *(" ".join(["user", name, *rules]) for name, rules in users.items()), ""]
     return "\n".join(lines).encode()
 
 
 def redis_rules(password: str, *, writes: Sequence[str], reads: Sequence[str], commands: Sequence[str]) -> list[str]:
-    """Return rules that replace all earlier rights of a user, by key patterns."""
+    """Return ACL rules that replace a user's rights, by key patterns."""
     keys = [f"%W~{pattern}" for pattern in writes] + [f"%R~{pattern}" for pattern in reads]
     proof = f"#{hashlib.sha256(password.encode()).hexdigest()}"
     return ["reset", "on", proof, *keys, "-@all", "+ping", *(f"+{command}" for command in commands)]

@@ -1,23 +1,24 @@
 """Contract of message transport between stages, with JetStream's semantics.
 
-A subject is declared, with its kind, before anything is published on it or read from it:
+A subject is declared with its kind before use:
 
-- *work* is kept until every declared consumer acknowledged it. Subscriptions of one consumer compete for messages; each
-  consumer sees every message. Without declared consumers, nothing is kept.
-- *state* keeps the latest message of each key. A watcher sees these first, then new ones.
-- *signal* keeps nothing. A watcher sees new messages only, and may miss some.
+- *work* is kept until every declared consumer has acknowledged it. Subscriptions of one consumer compete for messages.
+  Without declared consumers, nothing is kept.
+- *state* keeps the latest message of each key. A watcher first sees these, then new messages.
+- *signal* keeps nothing. A watcher sees only new messages and may miss some.
 
 Rules of work:
 
 - A message that is nak'ed, or not acknowledged within `ack_wait_seconds`, is redelivered before new messages, expired
   ones oldest first. `in_progress` restarts the ack wait.
 - After `max_deliveries` a message becomes a dead letter, written by its holder or reader.
-- Publishing is de-duplicated by id, while the message is kept and for a time after.
-- A late acknowledgement still counts, because the work is done.
-- Backpressure: a consumer never holds more than `max_unacknowledged` messages. `publish` waits while a subject has
-  `max_pending` unacknowledged messages, and raises `TransportFull` at its timeout.
+- Publishing is deduplicated by id while the message is kept and for a time after.
+- A late acknowledgement still counts.
+- A consumer holds at most `max_unacknowledged` messages. `publish` waits while a subject has `max_pending` of them, and
+  raises `TransportFull` at its timeout.
 
-Nothing waits for watchers: they acknowledge nothing, and lose the oldest messages if they are too slow."""
+Watchers acknowledge nothing, and slow ones lose the oldest messages.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ Kind = Literal["work", "state", "signal"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Consumer:
-    """A name under which work is pulled. `max_deliveries` None: no limit."""
+    """Named consumer of work; `max_deliveries` None means no limit."""
 
     name: str
     ack_wait_seconds: float = 15.0
@@ -39,26 +40,26 @@ class Consumer:
 
 
 class Receipt(Protocol):
-    """The right to end one delivery, once, by ack, nak or term; for state and signals all calls do nothing."""
+    """Handle to end a delivery by ack, nak or term; a no-op for state and signals."""
 
     @property
     def token(self) -> str:
-        """Return a token by which any process may end the delivery (`Transport.adopt`)."""
+        """Return a token with which any process may end the delivery (`Transport.adopt`)."""
 
     @property
     def num_deliveries(self) -> int: ...
 
     async def ack(self) -> None:
-        """Mark the work as done, so that it is never delivered to this consumer again."""
+        """Mark the work as done; this consumer never receives it again."""
 
     async def nak(self, delay_seconds: float = 0.0) -> None:
         """Return the message for redelivery after the delay."""
 
     async def in_progress(self) -> None:
-        """Extend the lease: the acknowledgement's deadline starts anew."""
+        """Extend the lease by restarting the ack wait."""
 
     async def term(self, reason: str) -> None:
-        """Move the message to the dead letters, with the reason."""
+        """Move the message to the dead letters with a reason."""
 
 
 class Message(Receipt, Protocol):
@@ -73,7 +74,7 @@ class Message(Receipt, Protocol):
 
 
 class SeenMessage:
-    """A message that a watcher received, with nothing to end."""
+    """Message received by a watcher; its receipt methods do nothing."""
 
     token = ""
     num_deliveries = 1
@@ -91,30 +92,30 @@ class SeenMessage:
 
 class Subscription(Protocol):
     async def pull(self, max_messages: int, timeout_seconds: float) -> list[Message]:
-        """Return 1 to `max_messages` messages as soon as there is one, or an empty list at the timeout."""
+        """Return up to `max_messages` as soon as there is one, or [] at the timeout."""
 
     async def close(self) -> None: ...
 
 
 class Transport(Protocol):
     async def declare(self, subject: str, kind: Kind, consumers: Iterable[Consumer] = ()) -> None:
-        """Open a subject. Repeated calls must have the same settings."""
+        """Declare a subject; repeated calls must have the same settings."""
 
     async def publish(
         self, subject: str, data: bytes, *, id: str, key: str = "", headers: Mapping[str, str] | None = None
     ) -> bool:
-        """Publish a message durably; return False if its id is already there. `key`: of state."""
+        """Publish a message; return False for a known id. Only state has a `key`."""
 
     async def subscribe(self, subject: str, consumer: Consumer) -> Subscription:
-        """Pull work as a consumer that was declared before."""
+        """Return a subscription to work as a declared consumer."""
 
     async def watch(self, subject: str) -> Subscription:
-        """Watch a subject: first the latest values of state, then everything published from now on."""
+        """Watch a subject: first the latest state of each key, then new messages."""
 
     async def release(self, subject: str, name: str) -> None:
-        """Redeliver at once all messages held under this name; only for a consumer whose single worker is dead."""
+        """Redeliver all messages that the consumer holds; only for one whose single worker is dead."""
 
     async def adopt(self, token: str, subject: str, name: str) -> Receipt:
-        """Return the receipt of a delivery made anywhere; raise InvalidRequest for another subject or consumer."""
+        """Return the receipt for a token; raise InvalidRequest for another subject or consumer."""
 
     async def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Clocks: `SystemClock` follows real time, `FakeClock` advances only in tests."""
+"""Clocks of real time and for tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 class Clock(Protocol):
     def now(self) -> float:
-        """Return monotonic seconds since a fixed moment. Callable from any thread."""
+        """Return monotonic seconds; callable from any thread."""
 
     async def sleep(self, seconds: float) -> None: ...
 
@@ -26,7 +26,7 @@ class SystemClock:
 
 
 class FakeClock:
-    """Clock that stands still until `advance`, which wakes sleepers in the order of their times."""
+    """Clock that only `advance` moves, waking sleepers in order of time."""
 
     # Rounds of the event loop in which a woken task reaches its next wait; tests need a handful.
     SETTLING_ROUNDS = 25
@@ -45,12 +45,12 @@ class FakeClock:
         await woken
 
     async def settle(self) -> None:
-        """Run every task that can run, without time passing."""
+        """Run every runnable task without advancing time."""
         for _ in range(self.SETTLING_ROUNDS):
             await asyncio.sleep(0)
 
     async def advance(self, seconds: float) -> None:
-        """Let time pass. A task that wakes on the way runs at its time, before time continues."""
+        """Advance time, running each woken task at its own time."""
         end = self._now + seconds
         await self.settle()
         while self._sleepers and self._sleepers[0][0] <= end:
@@ -63,7 +63,7 @@ class FakeClock:
 
 
 async def first_of(clock: Clock, awaited: Iterable[asyncio.Future[Any]], seconds: float) -> bool:
-    """Wait until one of the futures is done, or for `seconds`; return whether one is. Cancel none."""
+    """Wait up to `seconds` for a future, and return whether one is done."""
     futures = list(awaited)
     if any(future.done() for future in futures):
         return True

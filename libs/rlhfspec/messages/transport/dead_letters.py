@@ -1,4 +1,4 @@
-"""Dead letters: messages that no consumer could handle, with consumer and reason."""
+"""Dead letters of messages that a consumer could not handle."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DeadLetter:
 
 
 def dead_letter_subject(subject: str) -> str:
-    """Return the subject as in `rlhfspec.messages.loop.dead_letters`."""
+    """Return the subject for dead letters, equal to `messages.loop.dead_letters`."""
     return f"{subject.rpartition('.')[0]}.dead"
 
 
@@ -37,7 +37,7 @@ def encode(letter: DeadLetter) -> bytes:
 
 
 def decode(data: bytes) -> DeadLetter:
-    """Decode a letter; raise MalformedRecord for invalid bytes, as every stage may write letters."""
+    """Decode a letter, or raise MalformedRecord."""
     try:
         message = letters.DeadLetter.FromString(data)
     except DecodeError as error:
@@ -48,5 +48,5 @@ def decode(data: bytes) -> DeadLetter:
 
 
 def _text(value: str) -> str:
-    """Replace lone surrogates, which cannot be encoded but may occur in a reason."""
+    """Replace lone surrogates, which cannot be encoded."""
     return value.encode(errors="replace").decode()

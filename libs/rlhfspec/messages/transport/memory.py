@@ -1,7 +1,7 @@
-"""The transport inside one process, with JetStream's semantics, for one event loop.
+"""In-process transport with JetStream's semantics, for one event loop.
 
-A work subject holds at most `max_pending` messages, a state subject as many keys, and a watcher as many unread
-messages. Deadlines are processed on every call, and a waiting pull wakes for the next deadline."""
+`max_pending` limits the messages of a work subject, the keys of a state subject, and a watcher's unread messages.
+"""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ class MemoryTransport:
         self._put_back(queue, number, delay_seconds, f"refused after {num_deliveries} deliveries")
 
     def _put_back(self, queue: ConsumerQueue, number: int, delay_seconds: float, reason: str) -> None:
-        """Make the message ready again, or a dead letter after its last delivery."""
+        """Make the message ready for redelivery, or a dead letter after its last delivery."""
         queue.forget(number)
         num_deliveries, most = queue.subject.stored[number].owed[queue.consumer.name], queue.consumer.max_deliveries
         if most is not None and num_deliveries >= most:
@@ -187,7 +187,7 @@ class MemoryTransport:
             queue.make_ready(number)
 
     def dead_letter(self, queue: ConsumerQueue, number: int, reason: str) -> None:
-        """Publish a dead letter, if a subject for them is declared, and settle the message."""
+        """Settle the message, and publish its dead letter if that subject is declared."""
         stored = queue.subject.stored[number]
         letter = dead_letters.DeadLetter(
             subject=queue.subject.name,

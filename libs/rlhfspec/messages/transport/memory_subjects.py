@@ -1,4 +1,4 @@
-"""State of the memory transport for each subject."""
+"""State of the memory transport per subject."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Stored:
 
 
 class ConsumerQueue:
-    """One consumer of one subject. A message it is owed is in exactly one of ready, held and delayed."""
+    """Queue of one consumer; an owed message is in exactly one of ready, held and delayed."""
 
     def __init__(self, subject: WorkSubject, consumer: Consumer) -> None:
         self.subject = subject
@@ -48,14 +48,13 @@ class ConsumerQueue:
         return None
 
     def forget(self, number: int) -> None:
-        """Stop holding or delaying the message, which may make room for another."""
         self.delayed.pop(number, None)
         if self.held.pop(number, None) is not None:
             wake(self.waiters)
 
 
 class Ids:
-    """Published ids, oldest first. An id whose message is kept stays known, whatever its age."""
+    """Published ids, oldest first; ids of kept messages never expire."""
 
     def __init__(self) -> None:
         self._known: dict[str, None] = {}
@@ -93,7 +92,7 @@ class WorkSubject:
             queue.make_ready(stored.number)
 
     def settle(self, queue: ConsumerQueue, number: int) -> None:
-        """Record that the consumer is done with the message; remove it when all consumers are."""
+        """Settle the message for a consumer, and remove it after the last one."""
         queue.forget(number)
         stored = self.stored[number]
         del stored.owed[queue.consumer.name]
@@ -108,7 +107,7 @@ class WorkSubject:
 
 
 class LatestSubject:
-    """A subject of state, which keeps the latest message of each key, or of signals, which keeps none."""
+    """Subject of state, with the latest message of each key, or of signals, with none."""
 
     def __init__(self, name: str, kind: Kind) -> None:
         self.name = name

@@ -1,9 +1,9 @@
-"""The transport between processes: NATS with JetStream. It needs the extra `rlhfspec[processes]`.
+"""Transport between processes over NATS with JetStream; needs the extra `rlhfspec[processes]`.
 
 - Only the caller of `declare` needs rights to create a stream.
-- An outage shorter than `publish_timeout_seconds` raises nothing: calls wait. Duplicates are dropped by id; ids are
-  known while their message is kept and for an hour, but after a server restart only those of kept messages.
-- The process that holds or pulls an unhandled message writes its dead letter, with its id, so that there is one.
+- During an outage, calls wait up to `publish_timeout_seconds`. Duplicate ids are dropped while their message is kept
+  and for an hour; after a server restart, only while it is kept.
+- The process that holds or pulls an unhandled message writes its dead letter, deduplicated by id.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SHORTEST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.01, 0.5
 
 
 class NatsTransport:
-    """Transport over NATS. `publish_timeout_seconds`: longest wait for room, and of any call for the server."""
+    """Transport over NATS; `publish_timeout_seconds` limits waits for room and for the server."""
 
     def __init__(
         self, connection: Connection, *, max_pending: int, publish_timeout_seconds: float, keeping: Keeping = FOR_EVER
@@ -67,7 +67,7 @@ class NatsTransport:
         connect_timeout_seconds: float = 5.0,
         role: str = "",
     ) -> NatsTransport:
-        """Connect, or raise at once if the server is missing or unfit. `role`: in errors about rights."""
+        """Connect, or raise at once if the server is missing or unfit."""
         connection = await Connection.open(
             url,
             name=name,
@@ -84,7 +84,6 @@ class NatsTransport:
         )
 
     def hurry(self, seconds: float) -> None:
-        """Wait for an absent server only `seconds` from now on: all calls together, also those that already wait."""
         self._connection.hurry(seconds)
 
     async def declare(self, subject: str, kind: Kind, consumers: Iterable[Consumer] = ()) -> None:
@@ -110,7 +109,7 @@ class NatsTransport:
         return await self._look(subject) is not None
 
     async def until_declared(self, subject: str, seconds: float) -> None:
-        """Wait until the run is opened; raise TransportUnavailable at the timeout."""
+        """Wait until the subject is declared; raise TransportUnavailable at the timeout."""
         end = self._clock.now() + seconds
         while not await self.is_declared(subject):
             if self._clock.now() >= end:
@@ -131,7 +130,7 @@ class NatsTransport:
         return self._connection.num_reconnects
 
     async def answers(self, subject: str, within_seconds: float) -> bool:
-        """Return whether the server answers one request about the subject within the time, without a retry."""
+        """Return whether the server answers one request about the subject in time."""
         answer = await self._connection.ask(f"$JS.API.STREAM.INFO.{stream_name(subject)}", seconds=within_seconds)
         return answer is not None and status_of(answer) != "503"
 
@@ -148,7 +147,7 @@ class NatsTransport:
         return await self._store(subject, place, data, all_headers)
 
     async def _store(self, subject: str, place: str, data: bytes, headers: Mapping[str, str]) -> bool:
-        """Send the message repeatedly, with one id, until the server confirms it; return False for a duplicate."""
+        """Retry sending until the server confirms the message; return False for a duplicate."""
         began = self._clock.now()
         wait, problem = SHORTEST_WAIT_SECONDS, ""
         while True:
@@ -177,7 +176,7 @@ class NatsTransport:
             wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
 
     def _left(self, began: float, problem: str) -> float:
-        """Return the seconds left for a problem; a full subject has the whole timeout, as it will have room again."""
+        """Return the seconds left to retry; a full subject has the whole timeout."""
         left = began + self._publish_timeout_seconds - self._clock.now()
         return left if problem == "full" else min(left, self._connection.left(began))
 
@@ -213,7 +212,7 @@ class NatsTransport:
         return self._consuming.setdefault((subject, name), consuming)
 
     async def _bury(self, letter: dead_letters.DeadLetter) -> None:
-        """Publish a dead letter, or drop it if no subject for dead letters is declared."""
+        """Publish a dead letter if its subject is declared."""
         subject = dead_letters.dead_letter_subject(letter.subject)
         if subject not in self._known and await self._look(subject) is None:
             return
@@ -226,8 +225,7 @@ class NatsTransport:
             await self.publish(subject, dead_letters.encode(short), id=letter.letter_id, key=letter.letter_id)
 
     async def release(self, subject: str, name: str) -> None:
-        """Nak all unacknowledged deliveries, oldest first, as the server accepts from any client that may
-        acknowledge."""
+        """Nak all unacknowledged deliveries, oldest first."""
         await self._consumer(subject, name)
         stream = stream_name(subject)
         info = await self._connection.api(f"CONSUMER.INFO.{stream}.{name}")

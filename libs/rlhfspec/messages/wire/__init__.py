@@ -1,1 +1,1 @@
-"""Serialisation of records: records.proto defines the fields, `codec` translates."""
+"""Serialisation of records, whose fields records.proto defines."""

@@ -1,4 +1,4 @@
-"""Lossless conversion of records to bytes and back: an envelope around the protobuf message of each type."""
+"""Lossless encoding of records as protobuf messages in an envelope."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from rlhfspec.messages.wire.records_pb2 import Envelope
 # The envelope's field for each record type.
 ENVELOPE_FIELDS: dict[type[Record], str] = {kind: to_snake(kind.__name__) for kind in get_args(Record)}
 _TYPES = {field: record_type for record_type, field in ENVELOPE_FIELDS.items()}
-_CHOICES: dict[type[Record], dict[str, tuple[str, ...]]] = {  # the words of each field that is a Literal
+_CHOICES: dict[type[Record], dict[str, tuple[str, ...]]] = {  # allowed values of each Literal field
     kind: {name: get_args(hint) for name, hint in get_type_hints(kind).items() if get_origin(hint) is Literal}
     for kind in ENVELOPE_FIELDS
 }
 
 
 def encode(record: Record) -> bytes:
-    """Encode a record; raise `InvalidRequest` with the field for a value that the field cannot hold."""
+    """Encode a record, or raise `InvalidRequest` for an unfit value."""
     if problem := _problem_of(record):
         raise InvalidRequest(*problem)
     envelope = Envelope()
@@ -37,7 +37,7 @@ def encode(record: Record) -> bytes:
 
 
 def decode(data: bytes) -> Record:
-    """Decode a record; raise `MalformedRecord` for bytes that no version of `encode` could have made."""
+    """Decode a record; raise `MalformedRecord` for invalid bytes."""
     try:
         envelope = Envelope.FromString(data)
     except DecodeError as error:
@@ -57,7 +57,7 @@ def decode(data: bytes) -> Record:
 
 
 def _problem_of(record: Record) -> tuple[str, object, str] | None:
-    """Return (field, value, problem) for the first constraint violated beyond protobuf's types, or None."""
+    """Return (field, value, problem) of the first violated constraint, or None."""
     for name, choices in _CHOICES[type(record)].items():
         if getattr(record, name) not in choices:
             return f"{type(record).__name__}.{name}", getattr(record, name), f"must be one of {', '.join(choices)}"

@@ -1,7 +1,8 @@
-"""Translation of dataclasses to protobuf messages with the same fields, by the types of the fields.
+"""Translation between dataclasses and protobuf messages with the same field names.
 
-Mappings and tuples of pairs become a repeated message of two fields of any names, which keeps the order. Fields that
-may be None are `optional`; a mapping that may be None is None if the message has no entries."""
+Mappings and tuples of pairs become a repeated message of two fields, in order. Fields that may be None are `optional`;
+an optional mapping is None if the message has no entries.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ T = TypeVar("T")
 
 
 def write(message: Any, value: Any) -> None:
-    """Set all fields of `message`; raise UnfitField for a value that it cannot hold."""
+    """Set all fields of `message`, or raise UnfitField."""
     for name, way in _ways(type(value)):
         try:
             way.put(message, name, getattr(value, name))
@@ -22,12 +23,12 @@ def write(message: Any, value: Any) -> None:
 
 
 def read(message: Any, kind: type[T]) -> T:
-    """Return the dataclass that `message` holds; raise ValueError if a nested message is missing."""
+    """Return the dataclass that `message` holds, or raise ValueError."""
     return kind(**{name: way.get(message, name) for name, way in _ways(kind)})
 
 
 class UnfitField(ValueError):
-    """A value that a field cannot hold. `path`: the field, from the outermost message."""
+    """Value that a field cannot hold; `path` names the field from the outermost message."""
 
     def __init__(self, name: str, value: object, error: Exception) -> None:
         inner = error if isinstance(error, UnfitField) else None

@@ -21,7 +21,7 @@ class Peer:
 
 
 class NoReply(RLHFSpecError):
-    """Raised when a question was not answered in time. The peer may still have received it."""
+    """Raised when a peer does not reply in time; it may still have received the message."""
 
     def __init__(self, address: str, problem: str) -> None:
         self.address = address
@@ -31,16 +31,15 @@ class NoReply(RLHFSpecError):
 
 class MoveControl(Protocol):
     async def ask(self, peer: Peer, message: bytes, *, timeout: float = TELL_SECONDS) -> bytes:
-        """Return the peer's reply. Raises NoReply on any failure."""
+        """Send a message and return the peer's reply; raise NoReply on any failure."""
         ...
 
 
 class Custody(Protocol):
-    """Prompts in progress of the generator service, with ack tokens. Call it in the event loop. The prompt of every
-    sample in the engine is in custody, from before its import until after its release."""
+    """Prompts and ack tokens of samples, from before import until after release; event loop only."""
 
     def prompt_of(self, sample_id: str) -> tuple[bytes, str] | None:
-        """Return the prompt's record as bytes and its ack token, or None if it is not here."""
+        """Return the encoded prompt and its ack token, or None."""
         ...
 
     async def taken(self, sample_id: str, prompt: bytes, token: str) -> None: ...
@@ -48,7 +47,7 @@ class Custody(Protocol):
     def arrived(self, sample_id: str, progress: SampleProgress) -> None: ...
 
     def given(self, sample_id: str, progress: SampleProgress | None) -> None:
-        """Forget a prompt that another process keeps, without ack or nak. `progress` is None if the import failed."""
+        """Forget a prompt that another process keeps, without ack or nak; `progress` is None after a failed import."""
         ...
 
     def forgotten(self, sample_id: str, progress: SampleProgress) -> None:

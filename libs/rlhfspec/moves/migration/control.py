@@ -1,5 +1,7 @@
-"""Control channel between the two ends of a move: direct calls in one process, frames over TCP otherwise. A frame is
-length (u32), number of the question (u32), kind (u8), content. Replies come in any order."""
+"""Control channel between the ends of a move: direct calls in one process, otherwise frames over TCP.
+
+A frame is length (u32), question number (u32), kind (u8) and content. Replies come in any order.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ MOST_FRAME_BYTES = 64 << 20  # of a frame's content
 MOST_BYTES_OF_OTHERS = 1 << 16  # limit for a question that will be refused anyway
 MOST_QUESTIONS = 64  # answered at once
 MOST_CONNECTIONS = 256
-FRAME_SECONDS = 10.0  # for a frame that has begun, a handshake, and a stranger's first frame
+FRAME_SECONDS = 10.0  # for a begun frame, a handshake, and a connection's first frame
 _IDLE_SECONDS = 600.0
 Answer = Callable[[bytes], Awaitable[bytes]]
 
@@ -47,7 +49,7 @@ class DirectControl:
 
 
 class _Frames(asyncio.Protocol):
-    """One end of a connection. A frame with more than `most_bytes` of content ends the connection."""
+    """One end of a connection, which a frame of more than `most_bytes` ends."""
 
     most_bytes = MOST_FRAME_BYTES
     transport: asyncio.Transport
@@ -86,7 +88,7 @@ class _Frames(asyncio.Protocol):
 
 
 class StreamControl:
-    """Client with a connection per peer. Only certificate names in `answerers` may answer (None: any)."""
+    """Client with a connection per peer; only certificate names in `answerers` may answer (None: any)."""
 
     def __init__(self, tls: ssl.SSLContext | None = None, *, answerers: Collection[str] | None = None) -> None:
         self._tls = tls
@@ -114,7 +116,7 @@ class StreamControl:
         self._lines.clear()
 
     async def _line(self, address: str) -> _Line:
-        """Return the open connection to an address, or a new one, evicting the least recently used."""
+        """Return the connection to an address, opened if necessary."""
         task = self._lines.pop(address, None)
         if task is None or (task.done() and (task.cancelled() or task.exception() or task.result().is_lost)):
             task = asyncio.create_task(self._open(address))
@@ -181,8 +183,7 @@ class _Line(_Frames):
 
 
 class StreamControlServer:
-    """Server that passes questions to the function given to `serve`. Only certificate names in `askers` may ask (None:
-    any). Create it in the running event loop."""
+    """Server of questions from certificate names in `askers` (None: any); create it in the event loop."""
 
     def __init__(
         self,
@@ -208,11 +209,11 @@ class StreamControlServer:
         self.num_questions = 0
 
     def serve(self, answer: Answer) -> None:
-        """Begin to answer. Callable from any thread."""
+        """Begin to answer; callable from any thread."""
         self._loop.call_soon_threadsafe(self._serve, answer)
 
     def close(self) -> None:
-        """Close every connection. Call it in the event loop."""
+        """Close every connection; call it in the event loop."""
         if self._accepting is not None:
             self._accepting.cancel()
         self._listening.close()
@@ -234,7 +235,7 @@ class StreamControlServer:
         self._begin(self._answered(asker, number, content))
 
     async def _answered(self, asker: _ServedConnection, number: int, content: bytes) -> None:
-        """Answer to the end, even if the asker has gone."""
+        """Answer a question, even if the asker has disconnected."""
         kind, said = REFUSED, b"no answer could be made"
         try:
             said = await self._answer(content)
@@ -289,7 +290,7 @@ class StreamControlServer:
 
 
 class _ServedConnection(_Frames):
-    """Connection from one peer. A begun frame has a deadline; unread replies pause reading."""
+    """Connection from one peer; begun frames have a deadline, and unread replies pause reading."""
 
     def __init__(self, server: StreamControlServer) -> None:
         super().__init__()

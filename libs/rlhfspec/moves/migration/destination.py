@@ -1,13 +1,13 @@
-"""Destination's half of the move protocol: which attempts may be taken. Pure: no clock, no engine, no I/O.
+"""Destination's half of the move protocol: decides which attempts to take, without clock, engine or I/O.
 
-    arrived(message) -> a reply, or none: do what the message asks, and then done(message) -> the reply
+    arrived(message) -> reply, or None: execute the message, then done(message) -> reply
 
-Messages of one sample arrive one at a time. Two invariants:
+Messages of one sample arrive one at a time. Invariants:
 
-- An attempt is taken only under a lease, and it gets one only once: the first message that names its number uses it
-  up. So `Refused` is final, and a late copy of a message changes nothing.
-- A taken sequence is not passed on before its source sent `Settled` or `SETTLED_SECONDS` passed. Else the source could
-  hear `Gone` from our successor, and resume a sequence that a third process runs.
+- An attempt is taken only under a lease, which its first message gets or forfeits. So `Refused` is final, and late
+  copies of messages change nothing.
+- A taken sequence moves on only after `Settled` from its source, or after `SETTLED_SECONDS`. Otherwise the source could
+  receive `Gone` from this process's successor, and resume a sequence that a third process runs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Fate = Literal["open", "refused", "taken"]
 
 
 class Judgement(NamedTuple):
-    """Decision about a message. Memory reserved for the `freed` samples is freed first."""
+    """Decision about a message; the memory of the `freed` samples is freed first."""
 
     freed: list[str]
     reply: Reply | None  # None: the message has to be carried out
@@ -45,7 +45,7 @@ class _Lease:
 
 @dataclass(slots=True)
 class _SourceAttempts:
-    """Fates of one source's attempts. Of numbers up to `floor` only the latest are known."""
+    """Fates of one source's attempts; those up to `floor` may be unknown."""
 
     floor: int = 0
     fates: dict[int, Fate] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Destination:
         return sample not in self._unsettled or now >= self._unsettled[sample][2]
 
     def close(self) -> list[str]:
-        """Refuse new attempts and return the samples whose memory is to be freed. Busy leases go on."""
+        """Refuse new attempts and return the samples whose memory to free; busy leases continue."""
         self.is_closed = True
         idle = [lease for lease in self._leases.values() if not lease.is_busy]
         return [sample for lease in idle for sample in self._end(lease, "refused")]

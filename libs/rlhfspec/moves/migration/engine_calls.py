@@ -1,4 +1,4 @@
-"""Calls from the event loop into an engine, executed in the engine's thread between two steps."""
+"""Calls into an engine between two of its steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class EngineStopped(RLHFSpecError):
 
 
 class EngineCalls:
-    """Queue of calls: `call` in the event loop, `run` in the engine's thread. `on_call` wakes an idle engine."""
+    """Queue of calls: `call` in the event loop, `run` in the engine's thread."""
 
     def __init__(self, on_call: Callable[[], None] = lambda: None) -> None:
         self._on_call = on_call
@@ -31,8 +31,7 @@ class EngineCalls:
         self.longest_seconds = 0.0  # of one call
 
     def call(self, do: Callable[[], T]) -> asyncio.Future[T]:
-        """Queue a call; calls run in order, awaited or not. RLHFSpecErrors of `do` are re-raised here. Other errors
-        raise in the engine's thread, and EngineStopped here, as after `close`."""
+        """Queue a call; its future raises RLHFSpecErrors of `do`, and EngineStopped for other errors."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         with self._lock:
@@ -55,7 +54,7 @@ class EngineCalls:
                 return
 
     def close(self) -> None:
-        """End waiting calls with EngineStopped. Call it in the engine's thread or after its end."""
+        """End waiting calls with EngineStopped; call it in the engine's thread or after its end."""
         with self._lock:
             self._closed = True
         while self._queue:

@@ -1,4 +1,4 @@
-"""Source side of one move: executes its state machine, and chooses by cost to move KV, move tokens, or stay."""
+"""Source side of a move: runs its state machine and chooses by cost."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class MoveChoice:
 
 
 class Costs:
-    """Measured costs of moves from one generator: the link to each peer, and prefill of recomputed tokens.
+    """Measured costs of moves from one generator: the link to each peer, and prefill of tokens.
 
     >>> costs = Costs()
     >>> costs.choose("b", 1000, gain_seconds=1.0)
@@ -58,7 +58,7 @@ class Costs:
         self.bytes_a_token: float | None = None
 
     def learn_link(self, peer: str, *, num_bytes: int, seconds: float) -> None:
-        """Update a link's cost with the time from packing to import. Small ranges are ignored as noise."""
+        """Learn a link's time from packing to import, ignoring small ranges."""
         if num_bytes >= LEAST_BYTES:
             known = self._seconds_a_byte.get(peer)
             self._seconds_a_byte[peer] = _newer(known, seconds / num_bytes)
@@ -72,14 +72,14 @@ class Costs:
             self.bytes_a_token = num_bytes / num_tokens
 
     def choose(self, peer: str, num_tokens: int, *, gain_seconds: float, must_go: bool = False) -> MoveChoice:
-        """Choose how to move a sequence. With `must_go` it cannot stay, because its generator is leaving."""
+        """Choose how to move a sequence; with `must_go` it cannot stay."""
         speed, size, prefill = self._seconds_a_byte.get(peer), self.bytes_a_token, self._prefill_seconds
         if speed is None or size is None or prefill is None:
             return MoveChoice("kv", "not measured yet")
         num_bytes = num_tokens * size
         send, again = num_bytes * speed, num_tokens * prefill
         costs = f"{num_bytes / 1e6:.1f} MB in {send * 1e3:.0f} ms, {num_tokens} tokens again in {again * 1e3:.0f} ms"
-        if send <= again:  # decoding goes on during the copy, so only the pause counts, which the plan knows
+        if send <= again:  # decoding continues during the copy, so only the pause counts, which the plan includes
             return MoveChoice("kv", costs)
         if again > gain_seconds and not must_go:
             return MoveChoice("stay", f"{costs}: more than the {gain_seconds * 1e3:.0f} ms that it gains")
@@ -125,7 +125,7 @@ class Giving:
         self._moved: Moved | None = None
 
     def give_up(self, reason: str) -> None:
-        """Stop before the hand-over; afterwards the protocol decides."""
+        """Stop the move before its hand-over; afterwards the protocol decides."""
         self._give_up = reason
         if self._asking is not None:
             self._asking.cancel()
@@ -187,7 +187,7 @@ class Giving:
         return machines.Described(to_bytes(manifest), manifest.weights_version, has_kv)
 
     async def _pack(self, mark: Watermark, offer: str, key: str) -> Event:
-        """Pack a range into the link's memory between two steps; it is sent while the engine goes on."""
+        """Pack a range between two steps, and send it while the engine runs."""
         if len(mark.positions) != self._num_spaces:
             raise MalformedRecord("a watermark of other KV spaces")
         mark = self._mark or mark
@@ -236,7 +236,7 @@ class Giving:
         return engine.export_sequence(name, start)
 
     async def _room(self, offer: str, num_bytes: int) -> tuple[SendingWay, memoryview]:
-        """Return memory to pack into. The way's lock stays held until that memory was sent."""
+        """Return memory to pack into; the way's lock is held until it is sent."""
         way = self._place.links.way(offer)
         await way.lock.acquire()
         try:
@@ -270,7 +270,7 @@ class Giving:
         await self._send(way, offer, key, num_bytes)
 
     async def _tell(self, message: messages.Told) -> Event:
-        """Send a message while the packed range travels. Raises LinkError if that fails for a `Range`."""
+        """Send a message and its packed range; raise LinkError if a `Range` fails."""
         sending, self._sending = self._sending, None
         asking = self._ask(message)
         if sending is not None:
@@ -326,7 +326,7 @@ class Giving:
         return self._progress
 
     async def _quietly(self, do: Callable[[], object]) -> bool:
-        """Call the engine; return False if the sequence was cancelled meanwhile or the engine stopped."""
+        """Call the engine; return False if it fails."""
         try:
             await self._place.calls.call(do)
         except RLHFSpecError as error:

@@ -1,7 +1,8 @@
-"""Messages between the two ends of a move, as bytes and back. Each names both processes by incarnation (new at every
-start), and the source's attempt number, which is never reused.
+"""Messages between the ends of a move, and their encoding.
 
-    "RLHFTELL" | length of the header, uint32 | header in JSON | fields of bytes, one behind the other | crc32 of all
+Each names both processes by incarnation (new at every start) and the source's attempt number, which is never reused.
+
+    "RLHFTELL" | header length, uint32 | header in JSON | fields of bytes | crc32 of all
 
 | the source sends | the destination replies |
 |---|---|
@@ -10,7 +11,7 @@ start), and the source's attempt number, which is never reused.
 | HandOver, Ask | Taken, Refused, Unknown |
 | Abort | Refused |
 | Settled | Taken, Unknown |
-| anything to a process that is no more | Gone |
+| anything to an ended process | Gone |
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Reserve(MoveMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range(MoveMessage):
-    """Announcement of KV at the link under `key`, described by `kv` (`to_bytes(KVRange, has_kv=False)`)."""
+    """Announcement of KV at the link, described by `kv` (`to_bytes(KVRange, has_kv=False)`)."""
 
     kv: bytes
     key: str
@@ -63,7 +64,7 @@ class Range(MoveMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandOver(MoveMessage):
-    """Hand-over of a sequence that is detached at its source. An empty `key` means that no KV follows."""
+    """Hand-over of a sequence detached at its source; an empty `key` means no KV."""
 
     state: bytes  # without its KV
     kv: bytes
@@ -75,17 +76,17 @@ class HandOver(MoveMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abort(MoveMessage):
-    """Notice that the source keeps the sequence and will never hand over this attempt."""
+    """Notice that the source will never hand over this attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask(MoveMessage):
-    """Question whether the attempt was taken. If it was not, it never will be."""
+    """Question whether the attempt was taken; otherwise it never will be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settled(MoveMessage):
-    """Notice that the source heard Taken and has released the sequence."""
+    """Notice that the source received Taken and released the sequence."""
 
 
 # ---- sent by the destination -----------------------------------------------------------------------------------------
@@ -104,14 +105,14 @@ class Copied(MoveMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken(MoveMessage):
-    """Reply: the destination owns the sequence, or owned it."""
+    """Reply that the destination owns or owned the sequence."""
 
     num_recomputed: int = 0  # tokens whose KV is recomputed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused(MoveMessage):
-    """Reply: this attempt was not taken and never will be, whatever arrives later."""
+    """Final reply that this attempt was not and never will be taken."""
 
     field: str  # what does not fit
     reason: str
@@ -123,7 +124,7 @@ class Unknown(MoveMessage): ...
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gone(MoveMessage):
-    """Reply of the process `here`, which has replaced the destination and owns nothing of it."""
+    """Reply of process `here`, which has replaced the destination."""
 
     here: str
 
@@ -148,7 +149,7 @@ def to_bytes(message: MoveMessage) -> bytes:
 
 
 def from_bytes(data: bytes) -> Any:
-    """Read a `Told` or a `Reply`. Raises MalformedRecord for any other bytes; nothing in them is executed."""
+    """Decode a `Told` or `Reply`, or raise MalformedRecord."""
     body, checksum = data[: -_LENGTH.size], data[-_LENGTH.size :]
     if _LENGTH.pack(zlib.crc32(body)) != checksum:
         raise MalformedRecord("its checksum is another one: bytes were changed or lost")

@@ -1,4 +1,4 @@
-"""Mover: sequences from this generator to others, and from others to this one, while both run."""
+"""Mover of sequences between this generator and others while both run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CLOSE_SECONDS = 0.5  # for pending notifications
 
 
 class Mover:
-    """Both ends of moves in one generator. The engine loop reports prefills to `costs.learn_prefill`."""
+    """Both ends of moves in one generator."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class Mover:
 
     @property
     def moving(self) -> frozenset[str]:
-        """Return the samples that the engine may know without running them. Their prompts must wait."""
+        """Return the arriving and leaving samples, whose prompts must wait."""
         return self._taking.arriving | self._giving.keys()
 
     async def move(self, move: Move, peer: Peer, *, must_go: bool = False) -> Moved:
-        """Move a sequence; the move outlives a cancelled caller. `must_go`: without KV rather than stay."""
+        """Move a sequence, even if the caller is cancelled; `must_go` prefers a move without KV to none."""
         reason = self._why_not(move)
         if reason:
             return _kept(move, reason)
@@ -78,7 +78,7 @@ class Mover:
         await self._taking.refuse()
 
     async def close(self) -> None:
-        """Refuse arrivals, end outgoing moves, close the links. The engine's thread must still `run` calls."""
+        """Refuse arrivals, end outgoing moves and close links; the engine's thread must still `run` calls."""
         self._is_closed = True
         for giving in self._giving.values():
             giving.give_up("its generator is leaving")

@@ -1,12 +1,13 @@
-"""Source's half of the move protocol: state machine of one move of one sequence. Pure: no clock, no engine, no I/O.
+"""Source's half of the move protocol: state machine of one move, without clock, engine or I/O.
 
     start() --action--> done --event--> on --actions--> ... --> MoveEnd
 
 Each action ends in one event. Replies to old attempts are ignored.
 
-The source owns the sequence until it hears Taken. Between HandOver and the reply it is in doubt: the sequence stays
-detached and the source asks. Only Refused or Gone let it resume here. After DOUBT_SECONDS of silence the source forgets
-it; then no generator, or exactly one other, keeps its prompt in progress."""
+The source owns the sequence until it receives Taken. Between HandOver and the reply it is in doubt: the sequence stays
+detached and the source sends Ask. Only Refused or Gone lets it resume. After DOUBT_SECONDS of silence it is forgotten;
+then at most one other generator keeps its prompt in progress.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class PackedKV:
-    """Event: a range is packed and at the link, or on its way. `is_last`: no more KV existed at that moment."""
+    """Event of a packed range, sent or in transit; `is_last` if no more KV existed then."""
 
     kv: bytes
     end: bytes
@@ -56,7 +57,7 @@ class Detached:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Event: an action failed. `field`: `epoch` (its KV is lost), `finished` (it is gone), `link`, or another."""
+    """Event of a failed action; `field` is `epoch` (KV lost), `finished` (sequence gone), `link` or another."""
 
     field: str
     reason: str
@@ -74,14 +75,14 @@ class Silence:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Event: this process cancels the move. The sequence stays; in doubt it is forgotten at once."""
+    """Event of a cancelled move: the sequence stays, or is forgotten at once if in doubt."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class SourceTick:
-    """Event: a Wait is over."""
+    """Event of an ended Wait."""
 
 
 Event = Described | PackedKV | Detached | Failed | Heard | Silence | GiveUp | SourceTick
@@ -97,14 +98,14 @@ class Describe:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Action that ends in Heard or Silence, or in Failed for a Range that could not be sent."""
+    """Action that ends in Heard or Silence, or in Failed for an unsent Range."""
 
     message: Told
 
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Action: pack a range behind `mark` and send it to `offer` under `key`. Ends in PackedKV or Failed."""
+    """Action to pack a range after `mark` and send it; ends in PackedKV or Failed."""
 
     mark: bytes
     offer: str
@@ -113,7 +114,7 @@ class Pack:
 
 @dataclass(frozen=True, slots=True)
 class Detach:
-    """Action: detach the sequence and pack what is left. Ends in Detached, or in Failed while the sequence goes on."""
+    """Action to detach the sequence and pack the rest; ends in Detached or Failed."""
 
     mark: bytes  # empty: tokens only
     offer: str
@@ -131,7 +132,7 @@ class Reattach: ...
 
 @dataclass(frozen=True, slots=True)
 class LetGo:
-    """Action: release the sequence; without ack or nak unless the destination confirmed (`is_known`)."""
+    """Action to release the sequence without ack or nak; `is_known` if the destination confirmed it."""
 
     is_known: bool
 
@@ -157,7 +158,7 @@ class MoveSource:
     def __init__(
         self, move: str, sample: str, *, source: str, destination: str, numbers: Iterator[int], must_go: bool = False
     ) -> None:
-        """Begin a move. Attempt `numbers` are never reused. `must_go`: move without KV rather than stay."""
+        """Begin a move; attempt `numbers` are never reused, and `must_go` prefers no KV to staying."""
         self.state: State = "describing"
         self._move, self._sample, self._ends = move, sample, (source, destination)
         self._numbers = numbers
@@ -243,7 +244,7 @@ class MoveSource:
         return [Pack(self._mark, self._offer, self.key)]
 
     def _copied(self) -> list[Action]:
-        """Go on after a copied range. After a round of a single range only few positions are left, so detach."""
+        """Continue after a copied range, or detach if few positions are left."""
         assert self._sent is not None
         self._mark = self._sent.end
         self._ranges += 1

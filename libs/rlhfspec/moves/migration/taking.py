@@ -1,4 +1,4 @@
-"""Destination side of moves: executes what its state machine decides on the engine, the links and the custody."""
+"""Destination side of moves: executes its state machine's decisions."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Taking:
 
     @property
     def arriving(self) -> frozenset[str]:
-        """Return the samples for which the engine keeps memory, or will until its next step."""
+        """Return the samples for which the engine still holds reserved memory."""
         return self.machine.arriving | self._freeing.keys()
 
     async def answer(self, data: bytes) -> bytes:
@@ -140,7 +140,7 @@ class Taking:
             self._links.landing.done(message.key)
 
     async def _adopt(self, message: messages.HandOver, state: SequenceState) -> int:
-        """Import the sequence. Its prompt is in custody first, so that it cannot finish without one."""
+        """Import the sequence after its prompt is in custody."""
         await self._custody.taken(message.sample, message.prompt, message.token)
 
         def take() -> int:
@@ -192,7 +192,7 @@ class Taking:
             given_up.set()
 
     def _free(self, samples: list[str]) -> asyncio.Future[list[Any]]:
-        """Cancel these samples in the engine. The calls are queued at once, before any later call."""
+        """Cancel the samples in the engine, queued before any later call."""
         freed = {sample: self._calls.call(partial(self._engine.cancel, sample)) for sample in samples}
         self._freeing |= freed
         for sample in samples:
@@ -238,7 +238,7 @@ def watermark(said: bytes) -> Watermark:
 
 
 def progress_of(state: SequenceState) -> SampleProgress:
-    """Return the progress of a moving sequence, timestamped now. The engine must have made or validated the state."""
+    """Return a moving sequence's progress as of now."""
     stats = stats_of(state.counters, state.strategies)
     return SampleProgress(
         num_moves=stats.num_moves,

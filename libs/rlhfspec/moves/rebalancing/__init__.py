@@ -1,1 +1,1 @@
-"""Planner of moves between generators: numpy only, pure."""
+"""Pure numpy planner of moves between generators."""

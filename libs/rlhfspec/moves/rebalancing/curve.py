@@ -1,5 +1,7 @@
-"""Learned cost of one token for each of B sequences: `step_seconds + sequence_seconds * B`, both >= 0. Least squares
-with forgetting. Two synthetic observations from a prior define the slope until steps of different B are seen."""
+"""Learned cost of one token for each of B sequences: `step_seconds + sequence_seconds * B`, both >= 0.
+
+Least squares with forgetting; two synthetic observations define the slope until different B are seen.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ _MOST_TIMES = 4.0  # times the expected cost; longer steps are cut, because the 
 
 
 class LearnedCurve:
-    """Cost curve of one engine. `prior` is (step_seconds, sequence_seconds), of which only the ratio counts."""
+    """Cost curve of one engine; only the ratio of `prior` (step_seconds, sequence_seconds) counts."""
 
     def __init__(self, prior: tuple[float, float] = _GUESS) -> None:
         self.prior = prior if sum(prior) > 0 else _GUESS
@@ -47,7 +49,7 @@ class LearnedCurve:
         return step + sequence * num_running
 
     def learn(self, num_running: float, seconds: float) -> None:
-        """Learn the time of one step (with drafts, its share for one token) at `num_running` sequences."""
+        """Learn the time of one token at `num_running` sequences."""
         if num_running <= 0 or seconds <= 0:
             return
         if self._num_learnt >= _FEW:

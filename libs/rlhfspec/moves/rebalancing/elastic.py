@@ -1,9 +1,10 @@
-"""How many generators pay off. Pure: time is an argument.
+"""Number of generators that pay off, decided without a clock of its own.
 
 A stage with n engines takes `F(n) = t0 * max(longest, tokens / (n * rows)) + (c * tokens + prefill) / n`, where a step
-of B sequences takes t0 + c * B. One generator more pays when F falls by at least 15 %, one less when F grows by less
-than 5 %. The gap keeps one workload from asking for both. Two stages in a row must ask for more, three for fewer; a
-long stage alone may ask for more. Whenever fewer were too few, the required number of stages for fewer doubles."""
+of B sequences takes t0 + c * B. One more generator pays if F falls by at least 15 %, one fewer if F grows by less than
+5 %; the gap prevents oscillation. More needs two consecutive stages or a long one, fewer needs three. Whenever fewer
+were too few, that number of stages doubles.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ class Wanted:
 
 
 class Elastic:
-    """Decision on the number of generators, between `least` and `most`. Once known, it depends on the work alone."""
+    """Decision on the number of generators, between `least` and `most`."""
 
     def __init__(self, *, least: int, most: int) -> None:
         self._least, self._most = least, most
@@ -72,7 +73,7 @@ class Elastic:
         self._was_lowered = False
 
     def learn(self, stage: int, outlook: StageOutlook, now: float, *, num_generators: int) -> Wanted | None:
-        """Update and return the wanted number; None while unknown. `stage` grows; `num_generators` exist or start."""
+        """Update and return the wanted number, or None while unknown."""
         self._begin(now, num_generators)
         if stage > self._stage:
             self._end_stage(now)

@@ -1,4 +1,4 @@
-"""Length factor of each prompt, from finished answers of this step and earlier ones."""
+"""Length factors of prompts, learned from finished answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _RATE = 0.01  # weight of the newest length in the running mean of log lengths
 
 
 class Factors:
-    """Length factors. `group`: the samples of one prompt in one step. `prompt`: stable across steps.
+    """Length factors of groups (samples of one prompt in one step) and prompts (across steps).
 
     >>> factors = Factors()
     >>> for prompt in range(8):

@@ -35,9 +35,11 @@ STANDARD = PlannerSettings()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """Generators [N] and sequences [S], sorted by generator. A step of B sequences takes `step_seconds +
-    sequence_seconds * B`, learned while the host's other engines run. Alone on its host, an engine takes
-    `alone_step_seconds + alone_sequence_seconds * B`."""
+    """Generators [N] and their sequences [S], sorted by generator.
+
+    A step of B sequences takes `step_seconds + sequence_seconds * B` while the host's other engines run, and
+    `alone_step_seconds + alone_sequence_seconds * B` on an engine alone on its host.
+    """
 
     step_seconds: Floats
     sequence_seconds: Floats
@@ -112,7 +114,7 @@ class Fleet:
         limit: Numbers | None = None,
         moved_at: Numbers | None = None,
     ) -> Fleet:
-        """Build a fleet. Defaults: unlimited room, one version, none leaving, each engine on its own host."""
+        """Build a fleet; defaults are unlimited room, one version, none leaving, one engine per host."""
         num_generators, num_sequences = len(step_seconds), len(generator)
 
         def ints(given: Numbers | None, default: int, size: int) -> Ints:
@@ -157,12 +159,11 @@ def members_of(starts: Ints, generators: Ints) -> tuple[Ints, Ints]:
 
 
 def segment_sums(values: Floats, starts: Ints) -> Floats:
-    """Return the sum of each [starts[i], starts[i + 1]); 0 for empty segments."""
+    """Return the sum of each segment [starts[i], starts[i + 1]), 0 if empty."""
     return _reduced(np.add, values, starts)
 
 
 def segment_maxima(values: Floats, starts: Ints) -> Floats:
-    """Return the maximum of each segment of non-negative values; 0 for empty segments."""
     return _reduced(np.maximum, values, starts)
 
 

@@ -1,6 +1,8 @@
-"""How many engines of a host should run: they share memory bandwidth, so fewer, fuller engines can be faster. With k of
-n engines a host takes `F_k = t0_k * longest + c_k * max(longest, sum / k)`, where t0 and c are interpolated between one
-engine alone and all n. A consolidating host exchanges nothing with other hosts, or their decisions would oscillate."""
+"""Number of engines to run on a host: they share memory bandwidth, so fewer, fuller ones can be faster.
+
+With k of n engines a host takes `F_k = t0_k * longest + c_k * max(longest, sum / k)`; t0 and c are interpolated between
+one engine alone and all n. A consolidating host exchanges nothing with others, to prevent oscillation.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ def _hosts_to_ask(fleet: Fleet, settings: PlannerSettings) -> Ints:
 
 
 def _best_number(fleet: Fleet, engines: Ints, total: Floats, longest: Floats, settings: PlannerSettings) -> int:
-    """Return the number of engines to run: the present one unless another is clearly better."""
+    """Return the number of engines to run, unchanged unless another is clearly better."""
     now = max(int((total > 0).sum()), 1)
     costs = [
         _cost(fleet, engines, number, float(total.sum()), float(longest.max()), settings)
@@ -76,7 +78,7 @@ def _cost(fleet: Fleet, engines: Ints, number: int, total: float, longest: float
 
 
 def _curves(fleet: Fleet, engines: Ints, number: int) -> tuple[Floats, Floats]:
-    """Return the cost curves with this many running engines, interpolated between alone and all."""
+    """Return the interpolated cost curves for this many running engines."""
     share = (number - 1) / max(len(engines) - 1, 1)
     alone_step, alone_sequence = fleet.alone_step_seconds[engines], fleet.alone_sequence_seconds[engines]
     step = alone_step + (fleet.step_seconds[engines] - alone_step) * share

@@ -1,6 +1,7 @@
-"""Planner of moves. An engine finishes after `F = t0 * longest + c * sum + prefill owed`. Each of four rounds pairs the
-latest engine with the earliest of its weights version, and moves the sequence that lowers the later end most. Every
-move lowers the larger F of its pair, so plans cannot oscillate.
+"""Planner of moves between generators.
+
+An engine ends after `F = t0 * longest + c * sum + prefill owed`. Each of four rounds pairs the latest and the earliest
+engine of a weights version, and moves the sequence that most lowers the later end. So plans cannot oscillate.
 
 >>> fleet = Fleet.of(
 ...     step_seconds=[1e-3] * 2, sequence_seconds=[5e-4] * 2, generator=[0, 0], remaining=[300.0, 200.0]
@@ -47,7 +48,7 @@ _Entry = tuple[float, float, int, int]  # a generator: its end, two tie breakers
 
 
 def plan(fleet: Fleet, now: float, settings: PlannerSettings = STANDARD) -> PlannedMoves:
-    """Plan moves. `now` is in seconds on the clock of `fleet.moved_at`."""
+    """Plan moves; `now` is in seconds on the clock of `fleet.moved_at`."""
     state = _State(fleet, now, settings)
     state.hand_over(fleet.is_leaving, LEAVING, state.version)
     if state.is_closing.any():
@@ -125,7 +126,7 @@ class _State:
         return np.maximum(self.settings.least_share * later, self.settings.least_pauses * self.settings.pause_seconds)
 
     def _most_gain(self, pairs: _Pairs) -> Floats:
-        """Return an upper bound of a pair's gain, whether its longest sequence stays or goes."""
+        """Return an upper bound of each pair's gain."""
         source, destination = pairs.source, pairs.destination
         longest = self.longest[source]
         sharing = (self.ends[source] - self.ends[destination]) / 2
@@ -167,7 +168,7 @@ class _State:
         return True
 
     def _later_end(self, pairs: _Pairs, counts: Ints, remaining: Floats) -> Floats:
-        """Return [members] (a bound of) the later end of the pair if this sequence moves."""
+        """Return a bound of the pair's later end for a move of each member."""
         source, destination = pairs.source, pairs.destination
         here = np.repeat(self.ends[source], counts)
         here -= np.repeat(self.sequence[source], counts) * remaining
@@ -179,7 +180,7 @@ class _State:
         return np.maximum(here, there, out=here)
 
     def _shortest_of_best(self, members: Ints, worse: Floats, best: Floats, counts: Ints) -> Ints:
-        """Return the best sequence of each pair that gains. Ties: the shorter context, then the first."""
+        """Return the best sequence of each pair that gains; ties prefer the shorter context."""
         hits = np.flatnonzero(worse == np.repeat(best, counts))
         pair = np.repeat(np.arange(len(counts)), counts)[hits]
         if len(hits) > (best >= 0).sum():
@@ -204,7 +205,7 @@ class _State:
             self.ends[place] = work + self.fleet.prefill_owed[place]
 
     def hand_over(self, is_source: BoolArray, why: int, group: Ints) -> None:
-        """Move the longest sequences first, each to the earliest end of its group that has room."""
+        """Move the longest sequences first, each to the earliest end in its group with room."""
         chosen = self._handed_over(is_source)
         if not len(chosen):
             return
@@ -258,7 +259,7 @@ class _State:
         return self.notes.planned(self.before, self.ends, self.is_closing, self.num_kept, dry, self._advice(dry))
 
     def _advice(self, dry: Ints) -> tuple[str, ...]:
-        """Return advice for idle generators. Of several that may score one learns, because all get what it learns."""
+        """Return advice for idle generators; of several that may score, one learns for all."""
         latest = float(self.ends.max(initial=0.0))
         goes_on = latest > self.settings.scoring_seconds or not latest  # all are idle: they wait for other stages
         free = [place for place in dry if not self.is_closing[place]]

@@ -27,7 +27,7 @@ class Verdicts:
 
 @dataclass(frozen=True, slots=True)
 class PlannedMoves:
-    """[P] moves as indices into the fleet, [N] ends before and after, and verdicts on all pairs."""
+    """Moves [P] as fleet indices, ends [N] before and after, and verdicts on all pairs."""
 
     sequence: Ints
     source: Ints

@@ -1,5 +1,7 @@
-"""Expected remaining length of a sequence: mean residual life by a Kaplan-Meier estimate of recent lengths. Lengths are
-relative to their prompt's `factor`; truncated answers are censored observations."""
+"""Expected remaining length of a sequence: mean residual life by Kaplan-Meier of recent lengths.
+
+Lengths are relative to their prompt's `factor`; truncated answers are censored observations.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ _OCTAVES = 20
 
 
 class Residual:
-    """Estimator of remaining tokens. Before enough lengths were seen, it expects half of the limit."""
+    """Estimator of remaining tokens, which starts from half of the limit."""
 
     def __init__(self) -> None:
         self._lengths = np.zeros(_KEPT)
@@ -28,7 +30,7 @@ class Residual:
         return self._num_learnt
 
     def learn(self, length: int, *, is_censored: bool = False, factor: float = 1.0) -> None:
-        """Learn the length of a finished answer; `is_censored` if it was truncated there."""
+        """Learn the length of a finished answer, censored if it was truncated."""
         place = self._num_learnt % _KEPT
         self._lengths[place], self._is_censored[place] = max(length, 1) / factor, is_censored
         self._num_learnt += 1
@@ -53,7 +55,7 @@ def _table(lengths: Floats, is_censored: BoolArray) -> Floats:
 
 
 def mean_residual_life(lengths: Floats, is_censored: BoolArray, elapsed: Floats) -> Floats:
-    """Return [E] the mean remaining length at each elapsed length; a tenth of it beyond the last.
+    """Return the mean remaining length at each elapsed length; a tenth of it beyond the last.
 
     >>> mean_residual_life(np.array([1.0, 3.0, 5.0]), np.zeros(3, bool), np.array([0.0, 2.0, 20.0])).round(6).tolist()
     [3.0, 2.0, 2.0]

@@ -1,4 +1,4 @@
-"""Choice of the checkpoint that is exported: the best evaluated one, or else the last."""
+"""Choice of the checkpoint to export."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Choice:
 
 
 def best_or_last(folder: RunFolder) -> Choice:
-    """Return the checkpoint with the highest held-out reward; the last one if none was evaluated."""
+    """Return the checkpoint with the highest held-out reward, or the last if none was evaluated."""
     steps, evaluations = folder.checkpoint_steps(), folder.evaluations()
     there = [evaluation for evaluation in evaluations if evaluation.step in steps]
     if not there:

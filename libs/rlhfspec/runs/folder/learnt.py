@@ -1,6 +1,4 @@
-"""Costs and gains of drafter learning in a run: one file of lines per generator in the folder `drafter`.
-
-No token depends on these files."""
+"""Costs and gains of drafter learning, one file per generator; no token depends on them."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ def append_learnt_line(run_folder: Path, line: LearntLine) -> None:
 
 
 def learnt_lines(run_folder: Path) -> Iterator[LearntLine]:
-    """Yield the lines of all generators, ordered by time. Damaged lines are skipped."""
+    """Yield the lines of all generators by time, skipping damaged ones."""
     found: list[LearntLine] = []
     for path in sorted((run_folder / LEARNT).glob("*.jsonl")):
         for text in path.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -32,13 +32,13 @@ class Machine:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumption:
     at: str
-    step: int | None = None  # the last step that was kept; None: the run ended before it went on
+    step: int | None = None  # the last kept step; None: the run ended before it continued
     changed: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # (old, new) of fields that change the curve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunManifest:
-    """Description of a run. Times are UTC, ISO 8601. A killed run stays "running"."""
+    """Description of a run in UTC times (ISO 8601); a killed run stays "running"."""
 
     job: str
     versions: dict[str, str]
@@ -62,7 +62,6 @@ class RunManifest:
         return replace(RunManifest.begin(self.job), started=self.started, resumed=(*self.resumed, again))
 
     def going_on_after(self, step: int) -> RunManifest:
-        """Return the manifest of a run that continues after its last checkpoint, even if it had ended before."""
         resumed = tuple(replace(each, step=step) if each.step is None else each for each in self.resumed)
         return replace(self, resumed=resumed, num_steps=step, outcome="running", finished=None, reason="")
 
@@ -104,7 +103,7 @@ def machine() -> Machine:
 
 
 def _torch() -> tuple[int, str | None]:
-    """Return threads and GPU, or 1 and None if torch is not imported yet, as it is not imported for this."""
+    """Return torch's threads and GPU, or 1 and None if torch is not imported."""
     torch = sys.modules.get("torch")
     if torch is None:
         return 1, None

@@ -1,6 +1,7 @@
-"""`moves.jsonl` in a run's folder: the rebalancer's plans with reasons, and the outcome of each move.
+"""`moves.jsonl`: the rebalancer's plans with reasons, and the outcome of each move.
 
-A line is {"kind": "plan", ...} or {"kind": "moved", ...}. If the file cannot be written, the run continues."""
+A line is {"kind": "plan", ...} or {"kind": "moved", ...}. If the file cannot be written, the run continues.
+"""
 
 from __future__ import annotations
 
@@ -48,14 +49,14 @@ class MovesFile:
 
 
 def content_of(plan: Plan) -> dict[str, Any]:
-    """Return the content of a plan's line. `ends` and `dry` are keyed by generator number."""
+    """Return the content of a plan's line."""
     told = ("ends", "num_generators", "num_samples", "latest_end", "latest_end_after", "moves", "why_not", "dry")
     content = asdict(plan)
     return {name: content[name] for name in told}
 
 
 def read_moves(run: Path, *, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield (line, offset of the next line) from `offset` on, also during the run. Damaged lines are skipped."""
+    """Yield (line, offset of the next line) from `offset` on, skipping damaged lines."""
     path = run / MOVES_FILE
     if not path.exists():
         return

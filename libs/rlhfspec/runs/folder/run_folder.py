@@ -1,6 +1,7 @@
-"""The folder of a run (docs/observability.md): one writer, append-only, readable and resumable at any time.
+"""Folder of a run (docs/observability.md): one writer, append-only, readable and resumable at any time.
 
-Lines are written atomically. A resumed run removes half-written data and all steps after its checkpoint."""
+A resumed run removes half-written data and all steps after its checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from rlhfspec.telemetry.folder import TRACES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """State of a folder when it was opened. `missing_steps` should exist according to the checkpoint."""
+    """State of a folder at its opening; `missing_steps` precede its checkpoint but have no line."""
 
     resumed: bool
     resume_at: int = 0
@@ -56,7 +57,7 @@ class Opening:
 
 
 class RunFolder:
-    """Writer of a run's files. Call `begin` before the first append, `finish` and `close` at the end."""
+    """Writer of a run's files; call `begin` before the first append, `finish` and `close` at the end."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -77,12 +78,12 @@ class RunFolder:
         self._manifest_lock = self.path / ".manifest.lock"
         self._last_step = 0
         self._is_new = False
-        self._found: dict[Path, tuple[bytes, bool]] = {}  # job and manifest before `begin`; private?
-        self._begun = b""  # the manifest after it
+        self._found: dict[Path, tuple[bytes, bool]] = {}  # job and manifest before `begin`, and whether private
+        self._begun = b""  # the manifest after `begin`
         self.lock: int | None = None  # file descriptor; a process that inherits it holds the lock too
 
     def check(self, job: RLHFJob, *, resume: bool) -> None:
-        """Raise what `begin` would raise, without changing the folder, before models are loaded."""
+        """Raise the errors of `begin` without changing the folder."""
         self._refuse_unwritable()
         if self.path.is_dir():
             self._refuse_foreign()
@@ -90,9 +91,7 @@ class RunFolder:
                 self._refuse_another(as_content(job), resume)
 
     def begin(self, job: RLHFJob, *, resume: bool, processes: Mapping[str, int] | None = None) -> bool:
-        """Create the folder, or open it to continue; return whether an unreadable manifest was replaced.
-
-        `processes`: their number by stage. `resume` also accepts an empty folder, left by a run killed at its start."""
+        """Create the folder, or open it to resume; return whether an unreadable manifest was replaced."""
         self._make()
         self.check(job, resume=resume)
         found = self.job_file.exists()
@@ -111,25 +110,24 @@ class RunFolder:
         return found and before is None
 
     def hold(self) -> None:
-        """Lock a folder that another process began, until `close`; raise StorageError if it is locked."""
+        """Lock a folder that another process began, or raise StorageError."""
         try:
             self.lock = take_lock(self.path / ".lock")
         except OSError as error:  # includes BlockingIOError: another process holds it
             raise StorageError(self.path, str(error.strerror)) from error
 
     def loaded(self, models: Mapping[str, Mapping[str, Any]]) -> None:
-        """Write the model reports by role, and the machine as torch sees it."""
+        """Write the model reports and the machine into the manifest."""
         with self._manifest_alone() as manifest:
             found = {role: dict(report) for role, report in models.items()}
             self._write_manifest(replace(manifest, models=found, machine=machine()))
 
     def note_export(self, exported: str) -> None:
-        """Write into the manifest which checkpoint was exported, and why."""
         with self._manifest_alone() as manifest:
             self._write_manifest(replace(manifest, exported=exported))
 
     def discard(self) -> None:
-        """Undo `begin`, unless a run went on since; remove the folder too if it is otherwise empty."""
+        """Undo `begin` unless a run has continued since, and remove an otherwise empty folder."""
         if self._found and self.manifest_file.read_bytes() == self._begun:
             for path, (content, private) in self._found.items():
                 _write(path, [content], private=private)
@@ -143,7 +141,7 @@ class RunFolder:
             self.path.rmdir()
 
     def go_on_after(self, step: int) -> Opening:
-        """Remove all lines after `step` before the first append, because those steps are repeated (0: all lines)."""
+        """Remove all lines after `step` (0: all), because those steps are repeated."""
         with self._manifest_alone() as before:
             manifest = before.going_on_after(step)
             self._write_manifest(manifest)
@@ -166,7 +164,7 @@ class RunFolder:
         )
 
     def append_step(self, metrics: StepMetrics) -> None:
-        """Append a step's line, after its samples and before its checkpoint, so every checkpoint has its lines."""
+        """Append a step's line, after its samples and before its checkpoint."""
         assert metrics.step == self._last_step + 1, f"step {metrics.step} follows step {self._last_step}"
         _append(self.steps_file, metrics.to_line())
         self._last_step = metrics.step
@@ -177,7 +175,7 @@ class RunFolder:
     def append_evaluation(
         self, evaluation: Evaluation, samples: Sequence[Sample] = (), rewards: Mapping[str, Score] | None = None
     ) -> None:
-        """Append an evaluation, at most one per step. A resumed run checks `evaluations` first."""
+        """Append an evaluation, at most one per step."""
         there = self.evaluations()
         assert not there or evaluation.step > there[-1].step, f"after step {there[-1].step} there was an evaluation"
         _append(self.evaluation_samples_file, sample_lines(samples, rewards or {}))
@@ -260,7 +258,7 @@ class RunFolder:
             raise InvalidRequest("--out", str(self.path), f"cannot be written: {error.strerror}") from None
 
     def _refuse_foreign(self) -> None:
-        """Refuse a folder with other files and no manifest; a job's own folder has a job.yaml."""
+        """Refuse a folder with other files that holds no run."""
         names = {entry.name for entry in self.path.iterdir() if not entry.name.startswith(".")}
         own = [self.job_file, self.steps_file, self.samples_file, self.checkpoints, self.traces]
         own += [self.processes, self.logs]
@@ -294,7 +292,7 @@ class RunFolder:
 
 
 def _append(path: Path, text: str) -> None:
-    """Append the text atomically; on a full disk the partial text is truncated."""
+    """Append the text, truncating partial text on a full disk."""
     data = text.encode()
     with _storage_errors(path):
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -312,7 +310,7 @@ def _append(path: Path, text: str) -> None:
 
 
 def _write(path: Path, content: Iterable[bytes], *, private: bool = False) -> None:
-    """Replace the file atomically. private: only the owner may read it."""
+    """Replace the file atomically, for its owner only if `private`."""
     temporary = path.with_name(f".{path.name}.tmp")
     with _storage_errors(path):
         try:
@@ -336,9 +334,10 @@ def _storage_errors(path: Path) -> Iterator[None]:
 
 
 def _keep_up_to(step: int, path: Path) -> tuple[int, int]:
-    """Keep readable lines up to `step`; return the number of lines removed behind the last kept line, and before it.
+    """Keep readable lines up to `step`; return the numbers of lines removed after and before the last kept one.
 
-    Usually one truncation suffices: it needs no space on a full disk and is crash-safe."""
+    A truncation needs no space on a full disk and is crash-safe.
+    """
     if not path.exists():
         return 0, 0
     with _storage_errors(path), path.open("rb+") as file:

@@ -1,5 +1,4 @@
-"""Check whether a run may be resumed with a job. Fields that change the curve may not differ, but for a few, whose
-changes are recorded."""
+"""Comparison of a run's job with the job of its resumption."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ def as_content(job: RLHFJob) -> dict[str, Any]:
 
 
 def with_new_fields(before: dict[str, Any]) -> dict[str, Any]:
-    """Return a job of an earlier release with today's new fields at their defaults, or unchanged if invalid today."""
+    """Return an earlier release's job with new fields at their defaults, or unchanged if invalid."""
     try:
         return as_content(RLHFJob.model_validate(before))
     except ValidationError:
@@ -40,7 +39,7 @@ def as_yaml(job: RLHFJob) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Dumper that quotes texts which YAML 1.2, used for job files, reads as numbers and YAML 1.1 does not."""
+    """Dumper that quotes texts which only YAML 1.2, used for job files, reads as numbers."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
         node = self.represent_str(text)
@@ -55,7 +54,7 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def first_difference(before: dict[str, Any], now: dict[str, Any]) -> tuple[str, Any, Any] | None:
-    """Return (field, old, new) of the first change that a resumed run may not have, or None."""
+    """Return (field, old, new) of the first change that forbids a resumption, or None."""
     for path, old, new in _differences(before, now, ""):
         if not _is_one_of(path, MAY_DIFFER):
             at = parts_of(path)
@@ -64,7 +63,7 @@ def first_difference(before: dict[str, Any], now: dict[str, Any]) -> tuple[str, 
 
 
 def recorded_changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return (old, new) of each changed field that changes the curve from the resumption on, by its path."""
+    """Return (old, new) of the changes to record, by path."""
     changes = _differences(before, now, "")
     return {path: (old, new) for path, old, new in changes if _is_one_of(path, RECORDED)}
 

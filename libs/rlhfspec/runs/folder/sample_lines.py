@@ -1,4 +1,4 @@
-"""Lines of `samples.jsonl`, which do not depend on time or drafting, and of evaluations, from scored samples."""
+"""Lines of `samples.jsonl` and of evaluations, independent of time and drafting."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlhfspec.training.data.columns import json_text
 
 
 def sample_lines(samples: Sequence[Sample], rewards: Mapping[str, Score]) -> str:
-    """Return the lines of a step in id order. `rewards` is by sample id; a sample without one has reward null."""
+    """Return the lines of a step in id order, with `rewards` by sample id."""
     ordered = sorted(samples, key=lambda sample: sample.sort_key)
     return "".join(sample_line(sample, rewards.get(sample.id)) for sample in ordered)
 
@@ -53,7 +53,7 @@ _MOST_VALUES = 32  # of a column: those of most samples
 
 
 def by_column(column: str | None, samples: Sequence[Sample], rewards: Mapping[str, Score]) -> dict[str, Any]:
-    """Return mean reward and number of the samples by their row's value in a column, as fields of metrics."""
+    """Return metrics fields with mean reward and number of samples by value of a column."""
     found: defaultdict[str, list[float]] = defaultdict(list)
     for sample in samples if column is not None else ():
         value = json.loads(sample.columns_json).get(column)
@@ -66,9 +66,7 @@ def by_column(column: str | None, samples: Sequence[Sample], rewards: Mapping[st
 
 
 def effective_number(answers: Iterable[str]) -> float:
-    """Return the exponential of the entropy of the answers' distribution: n for n equally frequent answers.
-
-    An answer is a whole text without the space around it, so answers that differ in their reasoning are different.
+    """Return the exponential of the entropy of the answers (stripped texts): n for n equally frequent ones.
 
     >>> effective_number(["yes", "no"]), round(effective_number(["1"] * 9 + [" 1 ", "2"]), 2)
     (2.0, 1.36)
@@ -82,7 +80,7 @@ def evaluation_of(
     step: int, version: int, samples: Sequence[Sample], rewards: Mapping[str, Score], *, max_tokens: int,
     seconds: float, column: str | None = None,
 ) -> Evaluation:  # fmt: skip
-    """Return the evaluation of scored samples; raise RolloutError if none was scored. `rewards` is by sample id."""
+    """Return the evaluation of scored samples; raise RolloutError if none was scored."""
     scored = [
         (sample, rewards[sample.id])
         for sample in samples

@@ -1,4 +1,4 @@
-"""Reporting of the numbers in `steps.jsonl` to TensorBoard event files and Weights & Biases."""
+"""Reporting of step metrics to TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """The trackers of a job. Steps after `resume_at` replace those of an earlier, longer run."""
+    """Trackers of a job; steps after `resume_at` replace those of an earlier run."""
 
     def __init__(self, job: RLHFJob, folder: RunFolder, *, resume_at: int = 0) -> None:
         observability = job.spec.observability
@@ -62,7 +62,7 @@ class Trackers:
 
 
 def check_packages(job: RLHFJob) -> None:
-    """Raise InvalidRequest for missing packages, before anything is loaded or written."""
+    """Raise InvalidRequest for missing packages."""
     observability = job.spec.observability
     if observability.tensorboard and find_spec("tensorboard") is None:
         raise _missing("spec.observability.tensorboard", True, "tensorboard")
@@ -73,7 +73,7 @@ def check_packages(job: RLHFJob) -> None:
 
 
 class TensorBoard:
-    """Writer of event files in `events/`. View them by `tensorboard --logdir DIR/events`."""
+    """Writer of event files, for `tensorboard --logdir DIR/events`."""
 
     def __init__(self, folder: RunFolder, *, resume_at: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -102,7 +102,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Reporter with one W&B run per run folder, which is resumed with the folder."""
+    """Reporter of one W&B run per run folder."""
 
     def __init__(self, wanted: Wandb, job: RLHFJob, folder: RunFolder) -> None:
         import wandb
@@ -135,9 +135,7 @@ class WeightsAndBiases:
 
 
 def scalars(metrics: StepMetrics) -> dict[str, float]:
-    """Return every number of a step by its path; top-level numbers are under `training/`.
-
-    For experts, each layer has the busiest expert's rows over the mean, which is 1 for an even load."""
+    """Return every number of a step by its path; top-level numbers are under `training/`."""
     content = {name: value for name, value in asdict(metrics).items() if name not in _NOT_PLOTTED}
     content["expert_rows"] = {
         layer: {"max_over_mean": max(rows) * len(rows) / max(sum(rows), 1)}

@@ -1,1 +1,1 @@
-"""The live state of a run in Redis."""
+"""Live state of a run in Redis."""

@@ -1,7 +1,8 @@
-"""Live state of a run in Redis: the activity of every worker, its samples, and the view's last lines. It may be lost.
+"""Live state of a run in Redis: worker activity, samples and the view's last lines.
 
-One process of a run writes the whole state with every beat, so an emptied Redis is complete one beat later. No process
-waits for Redis, and nothing that decides a token, a curve or the fate of a run reads it."""
+One process writes the whole state with every beat, so an emptied Redis is complete one beat later. No process waits for
+Redis, and no token, curve or outcome depends on it.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ def _head(text: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveView:
-    """Content of live views. `run`: the present workers, in times of a clock that reads `now`."""
+    """Content of live views, by a clock that reads `now`."""
 
     run: RunState = field(default_factory=RunState)
     window: Window = field(default_factory=Window)
@@ -82,7 +83,7 @@ _NOT_WRITTEN: Any = {1: {"__all__": {"load": {"num_generated", "num_held"}, "inf
 
 
 class LiveState:
-    """Writer of the live state. `write` never waits or raises; `run` sends in the background until cancelled."""
+    """Writer of the live state: `write` never waits or raises, `run` sends in the background."""
 
     def __init__(self, url: str, uid: str, *, credentials: Path | None = None) -> None:
         self.num_failures = 0  # total writes that did not arrive
@@ -143,7 +144,7 @@ class LiveState:
             log.info("redis: is back, after %d writes in all that did not arrive", self.num_failures)
 
     async def close(self) -> None:
-        """Delete the live state if possible at once, so that a finished run is no longer shown."""
+        """Delete the live state if Redis answers at once, and close the client."""
         if self._has_written and not self._is_away:
             with suppress(*failures()):
                 async with asyncio.timeout(_CLOSE_SECONDS):
@@ -152,7 +153,7 @@ class LiveState:
 
 
 def _without_times(view: LiveView) -> object:
-    """Return the view without times and idle generators' loads: equal ones contain no news."""
+    """Return the view without times and idle generators' loads, to compare for news."""
     workers = view.run.workers.values()
     states = [worker.state and worker.state.without_times() for worker in workers]
     return states, [each.load for each in workers if each.load and each.load.num_running], view.window
@@ -161,8 +162,8 @@ def _without_times(view: LiveView) -> object:
 class LiveBeats(Service):
     """Service that writes the run's live state to Redis.
 
-    consumes: this process's knowledge of the run; produces: its live state; waits for: the next beat; unblocked by:
-    time."""
+    consumes: the known run; produces: its live state; waits for: the next beat; unblocked by: time.
+    """
 
     def __init__(self, live: LiveState, vitals: Vitals, known: KnownRun, recent: RecentLines) -> None:
         super().__init__("live", 0, vitals)
@@ -188,7 +189,7 @@ class LiveBeats(Service):
 
 
 async def read_live(url: str, uid: str, *, credentials: Path | None = None, now: float = 0.0) -> LiveView:
-    """Return the live state, in times of a clock that reads `now`; raise ServerFailed if Redis does not answer."""
+    """Return the live state in times of a clock at `now`, or raise ServerFailed."""
     redis = client_of(url, credentials, _READ_SECONDS)
     try:
         async with asyncio.timeout(_READ_SECONDS), redis.pipeline(transaction=False) as pipeline:

@@ -1,4 +1,4 @@
-"""Client of Redis with the credentials of a role, for a run's own server or a cluster's."""
+"""Redis client with the credentials of a role."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CLOSE_SECONDS = 0.2
 
 
 def client_of(url: str, credentials: Path | None, timeout_seconds: float, connected: Connected | None = None) -> Redis:
-    """Return a client with the run's credentials. `connected` replaces a connection's own `on_connect`."""
+    """Return a client with the run's credentials; `connected` replaces `on_connect`."""
     if url.partition("://")[0] not in _SCHEMES:
         raise InvalidRequest("redis_url", url, f"must begin with one of {', '.join(f'{each}://' for each in _SCHEMES)}")
     options = {} if credentials is None else _options_of(url, credentials)
@@ -30,7 +30,7 @@ def client_of(url: str, credentials: Path | None, timeout_seconds: float, connec
 
 
 def client(url: str, timeout_seconds: float, options: dict[str, Any], connected: Connected | None = None) -> Redis:
-    """Return a client without retries: the next beat is the retry."""
+    """Return a client without retries."""
     from redis.asyncio import ConnectionPool, Redis
     from redis.asyncio.retry import Retry
     from redis.backoff import NoBackoff
@@ -47,7 +47,7 @@ def client(url: str, timeout_seconds: float, options: dict[str, Any], connected:
 
 
 def _options_of(url: str, credentials: Path) -> dict[str, Any]:
-    """Return password, user and authority where given; only a cluster's server has users and TLS."""
+    """Return the password, and user and authority of a cluster's server."""
     options: dict[str, Any] = {"password": _text_in(credentials / PASSWORD_FILE)}
     if (credentials / USER_FILE).exists():
         options["username"] = _text_in(credentials / USER_FILE)
@@ -64,7 +64,7 @@ def _text_in(path: Path) -> str:
 
 
 async def close(redis: Redis) -> None:
-    """Close the client, even if cancelled meanwhile: an unclosed connection stays open as long as the process."""
+    """Close the client and its connection, even if cancelled."""
     await to_the_end(_try_to_close(redis))
 
 
@@ -81,9 +81,9 @@ def failures() -> tuple[type[Exception], ...]:
 
 
 def words_of(error: Exception) -> str:
-    """Return the error in one line that is never empty.
+    r"""Return the error in one line that is never empty.
 
-    >>> words_of(TimeoutError()), words_of(OSError("no\\n  route"))
+    >>> words_of(TimeoutError()), words_of(OSError("no\n  route"))
     ('no answer in time', 'no route')
     """
     text = " ".join(str(error).split())

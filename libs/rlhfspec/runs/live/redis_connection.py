@@ -10,7 +10,7 @@ from rlhfspec.stage.tasks import to_the_end
 
 
 class PromptlyClosed(SSLConnection):
-    """TLS connection that closes at once, while asyncio waits for the peer's close_notify."""
+    """TLS connection that, unlike asyncio's, closes without the peer's close_notify."""
 
     async def _connect(self) -> None:
         await to_the_end(super()._connect())  # type: ignore[no-untyped-call]  # it has a timeout

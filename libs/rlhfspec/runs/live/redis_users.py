@@ -1,7 +1,7 @@
-"""Users and rights in a Redis that the runs of a cluster share: one user for each run's control, none for workers.
+"""Users and rights in a Redis that a cluster's runs share: one user for each run's control, none for workers.
 
-Names and passwords derive from the install's secret, so nothing is stored, and installs may share a server. Only the
-operator may list keys (SCAN): a run has one key."""
+Names and passwords derive from the install's secret, so nothing is stored and installs may share a server.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ClusterRun:
 
 
 def install_of(master: bytes) -> str:
-    """Return a public id of this install that no other install has, not even a predecessor of the same name."""
+    """Return a unique public id of this install."""
     return derived(master, "install", length=6).hex()
 
 
@@ -51,12 +51,11 @@ def dashboard_user(master: bytes) -> str:
 
 
 def password_of(master: bytes, *whose: str) -> str:
-    """Return a user's password. `whose`: a run's uid and a role, or the name of an observer of all runs."""
+    """Return the password of a run's role (uid and role), or of an observer (name)."""
     return urlsafe_b64encode(derived(master, "redis", *whose)).decode().rstrip("=")
 
 
 def rules_of(master: bytes, run: ClusterRun) -> list[str]:
-    """Return the `ACL SETUSER` rules of a run's control, which reads and writes its run's live state."""
     key = live_key(run.uid)
     return redis_rules(password_of(master, run.uid, CONTROL), writes=[key], reads=[key], commands=(*_WRITE, *_READ))
 
@@ -66,5 +65,5 @@ def rules_of_dashboard(master: bytes) -> list[str]:
 
 
 def rules_of_operator(master: bytes) -> list[str]:
-    """Return the operator's rules: it creates users and deletes keys, but cannot read them itself."""
+    """Return the operator's rules, to manage users and delete keys without reading them."""
     return redis_rules(password_of(master, OPERATOR), writes=[f"{REDIS_PREFIX}:*"], reads=(), commands=_MANAGE)

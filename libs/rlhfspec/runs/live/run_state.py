@@ -1,7 +1,8 @@
-"""State of a run's workers, computed by one pure reducer from records and events.
+"""State of a run's workers, reduced from records and events.
 
-The newest information about a worker counts: another order, or repetition, gives the same state. (`busy_seconds` must
-only grow between starts of a process.) Times are readings of one clock of the listener."""
+The newest information about a worker counts, so order and repetition change nothing, if `busy_seconds` only grows in a
+process. Times are readings of the listener's clock.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ Phase = Literal["starting", "running", "restarting", "held", "left"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessNews:
-    """A worker's process starts or is gone. Information from earlier processes is void."""
+    """Start or end of a worker's process, which voids information from earlier ones."""
 
     stage: str
     worker: int
@@ -48,7 +49,7 @@ Told = tuple[float, News]  # (time, news)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunWorker:
-    """State of one worker. Unknown parts are None, with the time NEVER."""
+    """State of one worker; unknown parts are None, with the time NEVER."""
 
     stage: str
     worker: int
@@ -93,7 +94,7 @@ class RunWorker:
 
     @property
     def spoke_at(self) -> float:
-        """Return when it was last heard or its process changed; loads do not count."""
+        """Return the time of the last news except loads."""
         return max(self.heard_at, self.ready_at, self.process_at, self.held_at)
 
     @property
@@ -125,7 +126,7 @@ class RunWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """State of a run. `num_wanted`: the number of generators that would pay, by the latest plan."""
+    """State of a run; `num_wanted` generators would pay by the latest plan."""
 
     workers: Mapping[WorkerKey, RunWorker] = field(default_factory=dict)
     num_wanted: int | None = None
@@ -151,7 +152,7 @@ class RunState:
 
     @property
     def owners(self) -> dict[str, WorkerKey]:
-        """Return the generator of each sample id; of two that claim it, the one that reported last."""
+        """Return the generator of each sample id, by the latest report."""
         by_time = sorted(self.generators, key=lambda worker: worker.loaded_at)
         return {sample: each.key for each in by_time if each.load is not None for sample in each.load.sample_ids}
 
@@ -183,7 +184,7 @@ class KnownRun:
 
 
 def after(run: RunState, told: Iterable[Told]) -> RunState:
-    """Return the state after all (time, news). The workers are copied once per call, so pass news in batches."""
+    """Return the state after all (time, news), copying the workers once."""
     workers = dict(run.workers)
     for at, news in told:
         match news:
@@ -202,9 +203,7 @@ def after(run: RunState, told: Iterable[Told]) -> RunState:
 
 
 def without_gone(run: RunState, *, now: float, after_seconds: float = GONE_SECONDS) -> RunState:
-    """Return the state without workers that left or are silent for long, and without old loads.
-
-    Held and restarting workers stay."""
+    """Return the state without old loads and gone workers; held and restarting workers stay."""
     kept = {}
     for key, worker in run.workers.items():
         if now - worker.loaded_at >= after_seconds or worker.phase == "left":
@@ -226,7 +225,7 @@ def _worker(workers: Mapping[WorkerKey, RunWorker], key: WorkerKey) -> RunWorker
 
 
 def _after(worker: RunWorker, news: Heartbeat | WorkerInfo | ProcessNews | HeldNews, at: float) -> RunWorker:
-    """Return the worker after news of its newest process. Outdated news changes nothing."""
+    """Return the worker after news; outdated news changes nothing."""
     match news:
         case Heartbeat():
             return _heard(worker, news, at)

@@ -1,1 +1,1 @@
-"""Displays of a run for users: the live view, plots, waterfalls of traces, and the summary."""
+"""Displays of a run: live view, plots, waterfalls of traces, and summary."""

@@ -1,4 +1,4 @@
-"""Signs that a run learns nothing, or that its policy collapses, in what its steps and evaluations have recorded."""
+"""Signs in steps and evaluations that a run learns nothing or its policy collapses."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rlhfspec.runs.view.text import number
 NUM_STEPS = 3  # a sign in one step is chance
 DISTINCT = "distinct_per_prompt"  # in StepMetrics.learning: different responses of the step / its prompts
 _FEWEST_ANSWERS = 20  # of an evaluation that is judged; of fewer, several are equal by chance
-_LEFT = 1 / 4  # of the first evaluation's different answers: one that only drops wrong forms of answers keeps more
-_OF_EXPECTED = 2 / 3  # where two answers are right equally often, one of them given to more than 92 % of the prompts
+_LEFT = 1 / 4  # of the first evaluation's different answers; a policy that only drops wrong forms keeps more
+_OF_EXPECTED = 2 / 3  # of the expected answers; with two, equally frequent, one is given to over 92 % of the prompts
 
 
 def equal_reward_groups(groups: Sequence[Hashable], rewards: Sequence[float]) -> int | None:
-    """Return the number of groups with only one distinct reward; None if every group has one sample."""
+    """Return the number of groups of equal rewards, or None if every group has one sample."""
     by_group: defaultdict[Hashable, set[float]] = defaultdict(set)
     for group, reward in zip(groups, rewards, strict=True):
         by_group[group].add(reward)
@@ -25,13 +25,13 @@ def equal_reward_groups(groups: Sequence[Hashable], rewards: Sequence[float]) ->
 
 
 def warning_of(steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation] = ()) -> str:
-    """Return the warning about the last evaluation, or else about the last steps, or ""."""
+    """Return the warning about the last evaluation, else about the last steps, or ""."""
     groups = [(step.equal_reward_groups, step.num_prompts) for step in steps[-NUM_STEPS:]]
     return collapse_of(evaluations) or nothing_learnt(groups)
 
 
 def nothing_learnt(groups: Sequence[Sequence[float | None]]) -> str:
-    """Return the warning from [groups of equal rewards, all groups] of the last NUM_STEPS, or ""."""
+    """Return the warning for (groups of equal rewards, all groups) of the last NUM_STEPS, or ""."""
     if len(groups) < NUM_STEPS or any(equal is None or equal != num for equal, num in groups):
         return ""
     rewards = f"rewards were equal in every group of the last {NUM_STEPS} steps"
@@ -39,10 +39,7 @@ def nothing_learnt(groups: Sequence[Sequence[float | None]]) -> str:
 
 
 def collapse_of(evaluations: Sequence[Evaluation]) -> str:
-    """Return the warning that answers to held-out prompts have become few, or "".
-
-    They are compared with the first evaluation and, where known, with the expected answers: few may be right.
-    """
+    """Return the warning that held-out answers have collapsed, or ""."""
     judged = [
         (run.step, run.different_answers, run.expected_answers)
         for run in evaluations

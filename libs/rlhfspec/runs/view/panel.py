@@ -1,4 +1,4 @@
-"""The live panel of the terminal, for 80 columns and 24 lines or more."""
+"""Live panel of the terminal, for at least 80 columns and 24 lines."""
 
 from __future__ import annotations
 

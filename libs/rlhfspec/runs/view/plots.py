@@ -1,4 +1,4 @@
-"""Plots of one run, and of several runs side by side, in Okabe and Ito's colour-blind safe colours.
+"""Plots of one run or several side by side, in Okabe and Ito's colour-blind safe colours.
 
 matplotlib is imported when a plot is drawn, and needs no display.
 """
@@ -44,7 +44,7 @@ def overview(steps: Steps, path: Path, *, title: str, evaluations: Evaluations =
 
 
 def compare(runs: Mapping[str, Steps], path: Path, *, evaluations: Mapping[str, Evaluations] | None = None) -> None:
-    """Plot the reward, and the KL if there is one, of named runs. Each row has one scale."""
+    """Plot reward and KL of named runs, with one scale per row."""
     _save(comparison_figure(runs, evaluations=evaluations), path)
 
 
@@ -104,7 +104,7 @@ def _learning_panels(steps: Steps) -> Panels:
 
 
 def _varies(*curves: tuple[str, str, Points]) -> bool:
-    """Return whether a curve leaves 0, where one update a step keeps loss and clipping by construction."""
+    """Return whether any curve leaves 0."""
     return any(abs(value) > _ROUNDING for _, _, points in curves for value in points.values())
 
 
@@ -196,7 +196,7 @@ def _histograms(axis: Axes, steps: Steps) -> None:
 
 
 def _seconds(axis: Axes, steps: Steps) -> None:
-    """Draw the stages' work, stacked, and the wall time, which is less where stages overlap."""
+    """Draw the stages' seconds, stacked, and the wall time."""
     edges = [steps[0].step - 0.5, *(metrics.step + 0.5 for metrics in steps)]
     bottom = [0.0] * len(steps)
     for stage, colour in STAGE_COLOURS.items():
@@ -225,7 +225,7 @@ def _trend(axis: Axes, points: Points, colour: str, label: str | None = None) ->
 
 
 def _scale(axis: Axes) -> None:
-    """Start the axis at zero if nothing is below; draw rounding noise around zero as zero."""
+    """Start the axis at zero if no value is below, and flatten rounding noise."""
     low, height = axis.dataLim.ymin, axis.dataLim.height
     if height < _NOTHING:
         axis.set_ylim(-1 if low < 0 else 0, 1)
@@ -249,7 +249,7 @@ def _dress(axis: Axes, title: str, steps: Steps | None, *, legend: bool = False)
 
 
 def ends(steps: Steps) -> tuple[float, float]:
-    """Return the mean reward of the first and of the last few steps: a tenth of them, five at most."""
+    """Return the mean reward of the first and of the last `num_of_ends` steps."""
     few = num_of_ends(steps)
     means = [metrics.reward.mean for metrics in steps]
     return sum(means[:few]) / few, sum(means[-few:]) / few

@@ -1,6 +1,6 @@
-"""Progress of a run as shown by the view: completed steps and the state of the current one.
+"""Progress of a run for the view: completed steps and the state of the current one.
 
-Collections are replaced, never modified, so that the drawing thread reads consistent ones.
+Collections are replaced, never modified, for the drawing thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WINDOW_SECONDS = 5.0
 
 
 class RunProgress:
-    """Progress of a run. `now` returns monotonic seconds."""
+    """Progress of a run; `now` returns monotonic seconds."""
 
     def __init__(self, job: RLHFJob, now: Callable[[], float]) -> None:
         self.job = job

@@ -1,4 +1,4 @@
-"""The workers of a run in readable form: process, activity, duration, and what each waits for."""
+"""Workers of a run in readable form."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _doing(worker: RunWorker, now: float) -> tuple[ProcessDoing, str, float]:
 
 
 def _could_end(worker: RunWorker, workers: Sequence[RunWorker]) -> tuple[str, ...]:
-    """Return the upstream workers that do not wait themselves, or the upstream stages if all wait."""
+    """Return the upstream workers that do not wait, or the upstream stages if all wait."""
     before = BY_NAME[worker.stage].unblocked_by
     busy = [
         f"{other.stage} {other.worker}"

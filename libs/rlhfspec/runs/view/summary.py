@@ -1,4 +1,4 @@
-"""The summary at the end of a run: results, costs, example responses and paths."""
+"""Summary of a run: results, costs, example responses and paths."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SAID: dict[RunOutcome, str] = {
     "running": "not finished", "completed": "completed", "stopped": "stopped", "failed": "failed",
 }  # fmt: skip
 _MOST_CHARACTERS = 4000
-_MOST_OF_A_PROMPT = 200  # its end: what comes before is mostly the same for all prompts
+_MOST_OF_A_PROMPT = 200  # its end, as prompts often begin alike
 Row = tuple[str, str]
 _OF_IMPORTANCE = ("importance_weight", "importance_capped_fraction")
 
@@ -99,7 +99,7 @@ class Summary:
 
 
 def finish_folder(folder: RunFolder, job: RLHFJob, outcome: RunOutcome, reason: str, *, resume_command: str) -> Summary:
-    """Finish the folder and return its summary. Plots need matplotlib, which a trainer's image may lack."""
+    """Finish the folder and return its summary, with plots if matplotlib is installed."""
     folder.finish(outcome, reason)
     steps = folder.steps()
     if steps and find_spec("matplotlib") is not None:
@@ -118,9 +118,7 @@ def kept_traceback(folder: RunFolder, error: BaseException) -> str:
 
 
 def summarize(folder: RunFolder, *, resume_command: str, num_texts: int = 0) -> Summary:
-    """Return the summary of a finished run's folder, and write it there as `summary.md`.
-
-    num_texts: responses shown from the start and from the end of the run, each."""
+    """Write and return the summary, with `num_texts` responses of the start and the end."""
     places = [("run folder", str(folder.path))]
     for label, path in (("pictures", folder.plots), ("policy", folder.export), ("checkpoints", folder.checkpoints)):
         if path.is_dir() and any(path.iterdir()):
@@ -151,7 +149,7 @@ Texts = list[tuple[str, list[ResponseText]]]
 
 
 def _texts(folder: RunFolder, steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation], count: int) -> Texts:
-    """Return responses from the start and the end: of evaluations, which repeat prompts, or else of steps."""
+    """Return responses of the first and last evaluation, or else step."""
     if evaluations:
         found = [(f"held-out prompts, after step {run.step}", run.step) for run in _ends(evaluations)]
         return [(title, _responses(folder.evaluation_samples(), step, count)) for title, step in found]
@@ -209,7 +207,7 @@ def facts(steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation] = ()) 
 
 
 def _correction(steps: Sequence[StepMetrics]) -> str:
-    """Return how much truncated importance sampling corrects, or "" where it is off."""
+    """Return the effect of truncated importance sampling, or "" if it is off."""
     found = [metrics.learning for metrics in steps if "importance_weight" in metrics.learning]
     if not found:
         return ""
@@ -218,7 +216,7 @@ def _correction(steps: Sequence[StepMetrics]) -> str:
 
 
 def _by_column(lines: Sequence[StepMetrics] | Sequence[Evaluation]) -> list[Row]:
-    """Return a row for each value of the column: its first and last mean reward, and the samples of the last."""
+    """Return a row with mean rewards and samples for each value of the column."""
     rows = []
     for value in sorted({value for line in lines for value in line.reward_by_column}):
         rewards = [line.reward_by_column[value] for line in lines if value in line.reward_by_column]
@@ -235,7 +233,7 @@ def _held_out(evaluations: Sequence[Evaluation]) -> str:
 
 
 def by_stage(steps: Sequence[StepMetrics]) -> list[tuple[str, float, float]]:
-    """Return (stage, seconds, share of wall time) of every active stage. Stages overlap, so shares may exceed 1."""
+    """Return (stage, seconds, share of wall time) of every active stage; stages may overlap."""
     passed = sum(metrics.seconds.step for metrics in steps)
     totals = {name: sum(float(getattr(metrics.seconds, name)) for metrics in steps) for name in STAGE_COLOURS}
     return [(name, total, total / passed if passed else 0.0) for name, total in totals.items() if total]

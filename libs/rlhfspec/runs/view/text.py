@@ -12,7 +12,7 @@ _UNSAFE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
 
 def visible(text: str) -> str:
-    """Return text of a model with every character that could control a terminal made visible. Line ends stay."""
+    """Return text with every terminal control character made visible, except line ends."""
     return "".join(character if _is_safe(character) else _picture(character) for character in text)
 
 
@@ -21,7 +21,7 @@ def one_line(text: str) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return the values as a sparkline; each column is the mean of its share, and equal values are drawn low."""
+    """Return the values as a sparkline of column means; equal values are drawn low."""
     columns = _columns(values, width)
     if not columns:
         return ""
@@ -31,7 +31,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def histogram(counts: Sequence[int]) -> str:
-    """Return bars from zero. Only empty bins are blank."""
+    """Return bars from zero; only empty bins are blank."""
     most = max(counts, default=0)
     return "".join(_BARS[round((count / most) * (len(_BARS) - 1))] if count else " " for count in counts)
 
@@ -43,6 +43,7 @@ def bar(fraction: float, width: int) -> str:
 
 def duration(seconds: float) -> str:
     """Return a duration in short form.
+
     >>> duration(4.21), duration(192.4), duration(7300)
     ('4.2s', '3m12s', '2h01m')
     """
@@ -65,6 +66,7 @@ def number(value: float | None) -> str:
 
 def size(num_bytes: float) -> str:
     """Return a size in kB or MB.
+
     >>> size(800), size(26_112), size(1_234_567)
     ('0.8 kB', '26.1 kB', '1.2 MB')
     """
@@ -73,6 +75,7 @@ def size(num_bytes: float) -> str:
 
 def estimates(kl: Mapping[str, float]) -> str:
     """Return all KL estimates in one line.
+
     >>> estimates({"k1": -0.00125, "k3": 0.0005})
     'k1 -0.00125, k3 0.000500'
     """
@@ -81,6 +84,7 @@ def estimates(kl: Mapping[str, float]) -> str:
 
 def signed(value: float) -> str:
     """Return the number with its sign.
+
     >>> signed(0.3), signed(-0.25), signed(0.0)
     ('+0.300', '-0.250', '+0')
     """

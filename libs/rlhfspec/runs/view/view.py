@@ -1,6 +1,7 @@
-"""Display of a run in the terminal: a live panel, or one plain line per step without a terminal.
+"""Display of a run: a live panel in a terminal, else one plain line per step.
 
-Text from a model is escaped: its control characters never reach the terminal, and its brackets are not markup."""
+Text from a model is escaped, so that it cannot control the terminal.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ REFRESHES_PER_SECOND = 2  # costs about 2 ms of one core each
 
 
 class View:
-    """Display of a run's `progress`. Methods return at once; a thread draws a few times per second."""
+    """Display of a run's `progress`, drawn by a thread; methods return at once."""
 
     def __init__(
         self,
@@ -110,13 +111,13 @@ def job_line(job: RLHFJob) -> str:
 
 
 def print_line(console: Console, text: str) -> None:
-    """Print the text literally, without markup or folding, and with unencodable characters replaced."""
+    """Print the text without markup or folding, replacing unencodable characters."""
     safe = visible(text).encode(console.encoding, "replace").decode(console.encoding)
     console.print(safe, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 def _mode(wanted: Literal["auto", "live", "plain", "off"], console: Console) -> Literal["live", "plain", "off"]:
-    """Return the display mode. The live panel needs cursor movement and UTF-8."""
+    """Return the display mode; the live panel needs cursor movement and UTF-8."""
     able = console.is_terminal and not console.is_dumb_terminal and console.encoding.lower().startswith("utf")
     if wanted == "live" and not able:
         problem = "needs a terminal that moves its cursor and shows UTF-8; take auto or plain"

@@ -1,4 +1,4 @@
-"""The observer of a run, which updates the view."""
+"""Observer of a run, which updates the view."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class WatchService(Service):
     """Service that displays a run.
 
     Consumes Sample, Load, Moved, Plan, StepReport, EvaluationReport, Heartbeat; produces nothing; waits for something
-    to show; unblocked by every stage."""
+    to show; unblocked by every stage.
+    """
 
     def __init__(
         self,
@@ -33,7 +34,7 @@ class WatchService(Service):
         recent: RecentLines | None = None,
         known: KnownRun | None = None,
     ) -> None:
-        """Create the service. `known`: the run if another service updates it; None: all stages are in this process."""
+        """Create the service; `known` is the run if another service updates it."""
         super().__init__("view", 0, vitals)
         self._known = known or KnownRun(vitals.clock)
         self._hears_beats = known is None
@@ -43,7 +44,7 @@ class WatchService(Service):
         self._inboxes: list[Inbox[Any]] = []
 
     async def listen(self) -> None:
-        """Subscribe. Call it before the stages start if they start before `run`, so that no record is missed."""
+        """Subscribe, before any stage starts, so that no record is missed."""
         heard = (*_HEARD, Heartbeat) if self._hears_beats else _HEARD
         self._inboxes = [await self._bus.subscribe(record) for record in heard]
 
@@ -68,7 +69,7 @@ class WatchService(Service):
         return any(news)
 
     def _show(self, record: Record) -> bool:
-        """Display a record and return whether it is news. Heartbeats and idle loads are not."""
+        """Display a record; return whether it is news, unlike heartbeats and idle loads."""
         progress = self._view.progress
         match record:
             case Heartbeat():

@@ -1,4 +1,4 @@
-"""One sample's trace as text: all work on one time axis, and the waits between."""
+"""Trace of a sample as text: work and waits on one time axis."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ def bar_width(columns: int) -> int:
 
 
 def waterfall(life: Life, *, width: int = 48) -> Table:
-    """Return a table with a row for each span; the axis runs from the prompt's publication to the end of training."""
     title = f"{life.sample}: {seconds(life.ended - life.began)}"
     table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", caption=_legend(life), caption_justify="left")
     table.add_column("")
@@ -104,7 +103,7 @@ def pieces(life: Life, span: Span) -> Iterator[Piece]:
 
 
 def bar(parts: Sequence[Piece], *, began: float, ended: float, width: int) -> str:
-    """Return the pieces as text. Later pieces overwrite earlier ones, and each of positive length is visible."""
+    """Return the pieces as text; later ones overwrite earlier ones, but each stays visible."""
     cells = [" "] * width
     scale = width / max(ended - began, 1e-9)
     for mark, start, end in parts:
@@ -188,7 +187,8 @@ def _waits_at_the_end(life: Life, span: Span) -> Iterator[str]:
 
 
 def seconds(value: float) -> str:
-    """Return a number of seconds with its unit.
+    """Return a duration with its unit.
+
     >>> seconds(0.0000042), seconds(0.0123), seconds(1.234), seconds(250.0)
     ('0 ms', '12 ms', '1.23 s', '250 s')
     """
@@ -198,7 +198,7 @@ def seconds(value: float) -> str:
 
 
 def _complete(span: Span) -> float:
-    """Return when all of the span's step had arrived, or its begin if it waits for nothing."""
+    """Return the time when the span's step was complete, or its begin."""
     return min(max(float(span.attributes.get("complete", span.began)), span.began), span.ended)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints to resume a run from, and the export of the policy (docs/training.md)."""
+"""Checkpoints and export of the policy (docs/training.md)."""
 
 from rlhfspec.training.checkpoint.export import export_hf
 from rlhfspec.training.checkpoint.store import CheckpointStore

@@ -1,4 +1,4 @@
-"""Export of the policy as a Hugging Face folder, which transformers, vLLM and others load."""
+"""Export of the policy as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ def export_hf(
     tokenizer: Any = None,
     generation_config: Any = None,
 ) -> Path:
-    """Write configuration, safetensors weights and tokenizer, replacing an earlier export as a whole.
+    """Write configuration, weights and tokenizer to `folder`, replacing an earlier export.
 
-    state_dict: under the names of `config`'s model, with low-rank updates merged."""
+    state_dict: under the names of `config`'s model, with LoRA merged.
+    """
     writing = folder.with_name(f".writing-{folder.name}")
     shutil.rmtree(writing, ignore_errors=True)
     try:
@@ -51,7 +52,7 @@ def export_hf(
 
 
 def policy_of(checkpoint: Path, model: job.Model) -> dict[str, torch.Tensor]:
-    """Return a checkpoint's policy under Hugging Face names, a low-rank update merged into the weights of `model`."""
+    """Return a checkpoint's policy under Hugging Face names, with LoRA merged."""
     stored = open_checkpoint(checkpoint)[LEARNER]["policy"]
     weights = {name: each.whole() if isinstance(each, StoredTensor) else each for name, each in stored.items()}
     if model.lora is None:
@@ -65,7 +66,7 @@ def policy_of(checkpoint: Path, model: job.Model) -> dict[str, torch.Tensor]:
 
 
 def export_checkpoint(checkpoint: Path, model: job.Model, folder: Path, *, tokenizer: Any) -> Path:
-    """Write a checkpoint's policy as a Hugging Face folder, with the configuration of `model`."""
+    """Export a checkpoint's policy to a Hugging Face folder."""
     from transformers import AutoConfig, GenerationConfig
 
     state = policy_of(checkpoint, model)
@@ -90,7 +91,7 @@ def _model(state_dict: Mapping[str, torch.Tensor], config: Any) -> Any:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     report = model.load_state_dict(dict(state_dict), assign=True, strict=False)
     model.tie_weights()
-    absent = [name for name, tensor in model.named_parameters() if tensor.is_meta]  # tied ones need not be given
+    absent = [name for name, tensor in model.named_parameters() if tensor.is_meta]  # tied weights may be absent
     if absent or report.unexpected_keys:
         problem = f"are not those of the configuration: missing {absent}, unknown {report.unexpected_keys}"
         raise InvalidRequest("state_dict", len(state_dict), problem)

@@ -1,4 +1,4 @@
-"""One checkpoint as a folder: its files, and a manifest with the digest of each, written last."""
+"""Checkpoint folders: data files, and a manifest of their digests that is written last."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Writes = Callable[[Path], Sequence[Written]]  # each rank writes its files into 
 
 
 def write_checkpoint(folder: Path, step: int, state: Mapping[str, Any]) -> None:
-    """Write a checkpoint down to the disk; a part of several ranks is a `Writes`."""
+    """Write a checkpoint and flush it to disk. All ranks write a `Writes` part."""
     document: dict[str, Any] = {}
     files: dict[str, Any] = {}
     for part, value in state.items():
@@ -41,7 +41,7 @@ def write_checkpoint(folder: Path, step: int, state: Mapping[str, Any]) -> None:
 
 
 def open_checkpoint(folder: Path, *, is_verified: bool = False) -> Any:
-    """Return the state with each tensor as a `StoredTensor`, after checking digests unless `is_verified`."""
+    """Return the state with lazy `StoredTensor`s, after verifying digests unless `is_verified`."""
     if not is_verified:
         verify(folder)
     names = [name for name in manifest_of(folder)["files"] if name.endswith(".safetensors")]
@@ -50,7 +50,7 @@ def open_checkpoint(folder: Path, *, is_verified: bool = False) -> Any:
 
 
 def read_checkpoint(folder: Path) -> Any:
-    """Return the state with all tensors read; tensors that shared memory do so again."""
+    """Return the state with all tensors loaded. Shared memory is shared again."""
     read: dict[int, torch.Tensor] = {}
 
     def whole(value: Any) -> Any:
@@ -66,9 +66,9 @@ def read_checkpoint(folder: Path) -> Any:
 
 
 def verify(folder: Path, ranks: Ranks | None = None) -> None:
-    """Raise StorageError if a file is missing or differs from its digest; ranks divide the files."""
+    """Raise StorageError if a file is missing or differs from its digest. Ranks divide the files."""
     ranks, files = ranks or Ranks(), manifest_of(folder)["files"]
-    for name in sorted(files)[ranks.rank :: ranks.num_ranks]:  # shares come first, by rank
+    for name in sorted(files)[ranks.rank :: ranks.num_ranks]:  # shares sort first, in rank order
         path, expected = folder / name, files[name]
         if not path.is_file():
             raise StorageError(folder, f"{name} is missing")

@@ -1,4 +1,4 @@
-"""The drafter's learnt weights in one file, outside the checkpoints since no token depends on it."""
+"""File of the drafter's learnt weights, outside checkpoints since no token depends on them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rlhfspec.training.modeling.digest import digest
 from rlhfspec.training.modeling.tensor_files import read_noted, sync, write_tensors
 
 LEARNT_FILE = "learnt.safetensors"
-_VERSION, _DIGEST = "version", "digest"  # names of notes
+_VERSION, _DIGEST = "version", "digest"  # metadata keys
 
 
 def write_learnt(folder: Path, version: int, tensors: Mapping[str, torch.Tensor], *, by: str) -> None:
-    """Replace the file with one rename; `by` names the writer, and the last of several wins."""
+    """Write the file atomically. `by` names the writer; the last writer wins."""
     folder.mkdir(parents=True, exist_ok=True)
     writing = folder / f".writing-{by}"
     write_tensors(writing, tensors, notes={_VERSION: str(version), _DIGEST: digest(tensors)})
@@ -25,7 +25,7 @@ def write_learnt(folder: Path, version: int, tensors: Mapping[str, torch.Tensor]
 
 
 def read_learnt(folder: Path) -> tuple[int, dict[str, torch.Tensor]] | None:
-    """Return version and tensors, or None without a file. Raise StorageError where it is damaged."""
+    """Return version and tensors, or None without a file. Raise StorageError if it is damaged."""
     path = folder / LEARNT_FILE
     if not path.exists():
         return None

@@ -1,9 +1,10 @@
-"""A part of a checkpoint in files, one per rank, which any number of ranks can read again.
+"""Sharded checkpoint files, one per rank, readable by any number of ranks.
 
-    learner.safetensors                  of a single rank, with the replicated values
-    learner-00001-of-00004.safetensors   the shares of rank 1 of 4
+    learner.safetensors                  replicated values
+    learner-00001-of-00004.safetensors   shares of rank 1 of 4
 
-Nothing is gathered: each rank writes its shares and notes their place in the whole."""
+Ranks write without gathering, and note each share's place in the whole tensor.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ class Written:
 
 
 def write_part(folder: Path, part: str, state: Any, *, ranks: Ranks | None = None, leads: bool = True) -> Written:
-    """Write this rank's share of a part, down to the disk. leads: also writes the replicated values."""
+    """Write this rank's share of a part to disk. leads: also write replicated values."""
     if not part.isidentifier():
         raise InvalidRequest("state", part, "parts of a checkpoint name its files: letters, digits, underscores")
     ranks = ranks or Ranks()
@@ -73,7 +74,7 @@ def merged(documents: Sequence[Any]) -> Any:
 
 
 def stored_tensors(paths: Sequence[Path]) -> dict[str, torch.Tensor | StoredTensor]:
-    """Return all tensors of the files by name. Raise StorageError if a share is missing."""
+    """Return the files' tensors by name. Raise StorageError if a share is missing."""
     result: dict[str, torch.Tensor | StoredTensor] = {}
     for path in paths:
         try:

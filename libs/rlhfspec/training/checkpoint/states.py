@@ -1,4 +1,4 @@
-"""Lossless conversion of a nested state to one JSON document plus named tensors, with tuples and numeric keys."""
+"""Lossless conversion between nested state and a JSON document with named tensors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Checkpoints of one run, each renamed into place: a crash never damages earlier ones, and the newest intact one is
-found."""
+"""Checkpoint store of one run. A crash never damages earlier checkpoints."""
 
 from __future__ import annotations
 
@@ -21,10 +20,10 @@ LOCK = ".lock"
 
 
 class CheckpointStore:
-    """Store of checkpoints; it holds the folder's lock until it is closed or the process ends."""
+    """Checkpoint folder, locked until it is closed or the process ends."""
 
     def __init__(self, folder: Path, *, keep: int, verify: Callable[[Path], None] = verify) -> None:
-        """Lock the folder. verify: check that `latest` uses, so that ranks can divide the files."""
+        """Lock the folder. verify: check that `latest` uses."""
         assert keep >= 1
         self._folder = folder.absolute()
         self._keep = keep
@@ -42,8 +41,8 @@ class CheckpointStore:
     def save(self, step: int, state: Mapping[str, Any], *, best: int | None = None) -> Path:
         """Save a checkpoint, then delete the oldest ones.
 
-        state: parts by name, each a nested state or a `Writes`. best: step whose checkpoint is kept however old it
-        is."""
+        state: parts by name, each a nested state or a `Writes`. best: step that is never deleted.
+        """
         writing = self._folder / f".writing-{_PREFIX}{step:08d}"
         try:
             _remove(writing)
@@ -66,7 +65,7 @@ class CheckpointStore:
         return sorted(int(name) for name in names if name.isdecimal())
 
     def latest(self) -> int | None:
-        """Return the newest intact step, or None if there never was one; raise StorageError if all are damaged."""
+        """Return the newest intact step, or None without checkpoints. Raise StorageError if all are damaged."""
         steps = self.steps()
         for step in reversed(steps):
             try:
@@ -85,7 +84,7 @@ class CheckpointStore:
         return read_checkpoint(self._path(step))
 
     def open(self, step: int) -> Any:
-        """Return the state with each tensor a `StoredTensor`; a step that `latest` verified is not checked again."""
+        """Return the state with lazy `StoredTensor`s, without rechecking the step that `latest` verified."""
         verified, self._verified = self._verified, None
         return open_checkpoint(self._path(step), is_verified=step == verified)
 
@@ -110,7 +109,7 @@ class CheckpointStore:
         return self._folder / f"{_PREFIX}{step:08d}"
 
     def _put_in_place(self, writing: Path, step: int) -> None:
-        """Rename into place; an existing folder of the step steps aside and returns if this fails."""
+        """Rename into place, restoring an existing folder on failure."""
         aside = self._folder / f".replaced-{_PREFIX}{step:08d}"
         if self._path(step).exists():
             _remove(aside)
@@ -129,7 +128,7 @@ class CheckpointStore:
             aside.rename(home)
 
     def _retire(self, best: int | None) -> None:
-        """Delete old checkpoints, but not the newest `keep` that look complete, any newer, or the best."""
+        """Delete checkpoints older than the newest `keep` complete ones, except the best."""
         complete = [step for step in self.steps() if self._looks_complete(step)]
         oldest = complete[-self._keep :][0]
         for step in self.steps():
@@ -137,7 +136,7 @@ class CheckpointStore:
                 self._discard(step)
 
     def _looks_complete(self, step: int) -> bool:
-        """Return whether all files have their sizes; digests would be too slow at every save."""
+        """Return whether all files have their sizes; digests would be slow."""
         try:
             files = manifest_of(self._path(step))["files"]
             return all((self._path(step) / n).stat().st_size == expected["num_bytes"] for n, expected in files.items())
@@ -145,14 +144,14 @@ class CheckpointStore:
             return False
 
     def _discard(self, step: int) -> None:
-        """Rename before removing, so that a half-removed folder is not taken for a damaged checkpoint."""
+        """Delete a checkpoint, renamed first so that it never looks damaged."""
         removing = self._folder / f".removing-{_PREFIX}{step:08d}"
         _remove(removing)
         self._path(step).rename(removing)
         _remove(removing)
 
     def _recover(self) -> None:
-        """Clean up after a process that died: restore folders that stepped aside, remove the rest."""
+        """Restore folders that a crash left aside, and remove partial ones."""
         for path in self._folder.glob(f".replaced-{_PREFIX}*"):
             self._settle(path)
         for pattern in (f".writing-{_PREFIX}*", f".removing-{_PREFIX}*"):

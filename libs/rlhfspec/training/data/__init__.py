@@ -1,4 +1,4 @@
-"""Dataset rows, the prompts made of them, and the order in which steps take them. Torch-free."""
+"""Dataset rows, prompts, and the order of rows, without torch."""
 
 from rlhfspec.training.data.order import Order
 from rlhfspec.training.data.prompts import PromptRow, Prompts, load_tokenizer

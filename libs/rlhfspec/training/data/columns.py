@@ -1,4 +1,4 @@
-"""Columns of a row as JSON for rewards: dates as ISO text, decimals as text, without bytes and images.
+"""Row columns as JSON for rewards: dates in ISO format, decimals as text, no bytes or images.
 
 >>> from datetime import date
 >>> columns_of({"prompt": "1+1=", "day": date(2030, 1, 2), "image": b"PNG"}, Dataset(path="d.parquet"))
@@ -19,11 +19,11 @@ from rlhfspec.job import Dataset
 from rlhfspec.training.data.rows import Rows
 
 _LEFT_OUT = object()
-PROMPT, MESSAGES = "prompt", "messages"  # names under which every function finds them
+PROMPT, MESSAGES = "prompt", "messages"  # argument names of reward functions
 
 
 def columns_of(row: Mapping[str, Any], dataset: Dataset) -> dict[str, Any]:
-    """Return the columns without the prompt's own text; chat messages appear under `messages` too."""
+    """Return a row's columns without the prompt text. Chat messages also appear as `messages`."""
     columns = {}
     for name, value in row.items():
         if name == PROMPT == dataset.prompt_column:
@@ -37,7 +37,7 @@ def columns_of(row: Mapping[str, Any], dataset: Dataset) -> dict[str, Any]:
 
 
 def json_text(content: Mapping[str, Any]) -> str:
-    """Return JSON in one line. Half a surrogate pair is escaped, since UTF-8 cannot hold it."""
+    """Return one-line JSON, escaped where UTF-8 cannot encode it."""
     text = json.dumps(content, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()
@@ -47,7 +47,7 @@ def json_text(content: Mapping[str, Any]) -> str:
 
 
 def columns_of_rows(rows: Rows, dataset: Dataset, indices: Iterable[int]) -> dict[str, str]:
-    """Return every column that one of these rows has, with the place of the first row that lacks it."""
+    """Map each column to the first row without it, or to an empty string."""
     missing: dict[str, str] = {}
     first = None
     for index in indices:
@@ -81,4 +81,4 @@ def _plain(value: Any) -> Any:
         return value.isoformat()
     if isinstance(value, Decimal | timedelta | UUID):
         return str(value)
-    return _plain(value.tolist()) if hasattr(value, "tolist") else _LEFT_OUT  # numpy's
+    return _plain(value.tolist()) if hasattr(value, "tolist") else _LEFT_OUT  # numpy values

@@ -1,7 +1,8 @@
-"""Order in which steps take rows: a pure function of (seed, step), so a resumed run needs only its step.
+"""Order of rows by step, a pure function of (seed, step).
 
-With P = `prompts_per_step`, step s takes positions [(s - 1) * P, s * P) of the concatenated epochs' permutations. Each
-demand (round r) of dynamic sampling owns P places from r * P on, and first takes rows that the step does not have."""
+With P = `prompts_per_step`, step s takes positions [(s - 1) * P, s * P) of the concatenated epoch permutations.
+Round r of dynamic sampling owns places r * P onward, and first takes rows that the step has not used.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _KEPT = 4  # permutations; a step touches two epochs at most when the data is la
 
 
 def num_steps(num_rows: int, prompts_per_step: int, epochs: int | None) -> int | None:
-    """Return the number of steps that the epochs fill; None when the data never ends.
+    """Return the number of steps in the epochs, or None for endless data.
 
     >>> num_steps(10, 4, 1), num_steps(10, 4, 2), num_steps(10, 4, None)
     (2, 5, None)
@@ -28,8 +29,7 @@ def num_steps(num_rows: int, prompts_per_step: int, epochs: int | None) -> int |
 
 
 def permutation(seed: int, purpose: str, size: int) -> IndexArray:
-    """Sort the raw words of a Philox generator keyed by (seed, purpose), which never change between numpy's
-    versions."""
+    """Return a permutation drawn from (seed, purpose), the same in all numpy versions."""
     digest = hashlib.blake2b(f"{seed}:{purpose}".encode(), digest_size=16).digest()
     words = np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(size)
     return np.argsort(words, kind="stable").astype(np.int64)
@@ -37,7 +37,7 @@ def permutation(seed: int, purpose: str, size: int) -> IndexArray:
 
 @dataclass(slots=True, kw_only=True)
 class Order:
-    """Order in which steps take rows. epochs: None repeats for ever. shuffle: if False, only demands are drawn."""
+    """Order of rows by step. epochs: None repeats forever. shuffle: False keeps round 0 in data order."""
 
     num_rows: int
     prompts_per_step: int
@@ -60,7 +60,7 @@ class Order:
         return num_steps(self.num_rows, self.prompts_per_step, self.epochs)
 
     def indices(self, step: int, round: int = 0, count: int | None = None) -> list[int]:
-        """Return the rows of a step (round 0) or of one of its demands; at most `prompts_per_step`, the default."""
+        """Return the rows of a step (round 0) or an extra round, by default `prompts_per_step`."""
         count = self.prompts_per_step if count is None else count
         if step < 1 or round < 0 or not 0 <= count <= self.prompts_per_step:
             raise InvalidRequest("step, round, count", (step, round, count), f"at most {self.prompts_per_step} a round")
@@ -72,7 +72,7 @@ class Order:
         return self._demanded(step, (round - 1) * self.prompts_per_step, count)
 
     def places(self, round: int = 0, count: int | None = None) -> range:
-        """Return the places in the step (`Prompt.prompt`) of the rows of this round."""
+        """Return the places in the step (`Prompt.prompt`) of a round's rows."""
         first = round * self.prompts_per_step
         return range(first, first + (self.prompts_per_step if count is None else count))
 
@@ -85,7 +85,7 @@ class Order:
         return self._permutation(f"epoch {epoch}") if self.shuffle else np.arange(self.num_rows)
 
     def _demanded(self, step: int, start: int, count: int) -> list[int]:
-        """Return first the rows that the step's own prompts leave, then all rows again and again."""
+        """Return the rows that round 0 leaves out, then all rows repeatedly."""
         own = np.unique(self._span((step - 1) * self.prompts_per_step, self.prompts_per_step))
         first = self._permutation(f"step {step} pass 0")
         fresh = first[~np.isin(first, own)]

@@ -1,4 +1,4 @@
-"""Prompts made of rows: text from a column or chat messages, token ids, and columns for rewards."""
+"""Prompts from dataset rows: text, token ids, and columns for rewards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlhfspec.training.data.rows import Rows
 from rlhfspec.training.data.text_files import at_most
 
 _LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError)
-_BATCH = 1000  # texts a call: fast tokenizers work on them in parallel
+_BATCH = 1000  # texts per call, which fast tokenizers process in parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class PromptRow:
 
 
 class Prompts:
-    """A dataset's prompts for a job's steps; malformed rows are refused at construction."""
+    """Prompts of a dataset. Construction fails on malformed rows."""
 
     def __init__(self, rows: Rows, tokenizer: Tokenizer, dataset: Dataset, seed: int, prompts_per_step: int) -> None:
         check_rows(rows, dataset)
@@ -46,7 +46,7 @@ class Prompts:
 
     @property
     def columns(self) -> dict[str, str]:
-        """Return the columns that rewards may ask for, with the place of the first prompt that lacks each."""
+        """Return the columns for rewards, each with the first prompt without it."""
         return columns_of_rows(self._rows, self._dataset, self._kept)
 
     def __len__(self) -> int:
@@ -59,7 +59,7 @@ class Prompts:
         return self.order.indices(step, round, count)
 
     def take(self, step: int, round: int = 0, count: int | None = None) -> list[tuple[int, PromptRow]]:
-        """Return the prompts of a step or of one of its demands, each with its place in the step."""
+        """Return a round's prompts, each with its place in the step."""
         chosen = self.indices(step, round, count)
         return [(place, self[index]) for place, index in zip(self.order.places(round, count), chosen, strict=True)]
 
@@ -101,12 +101,12 @@ class Prompts:
         )
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
-        """Tokenize. A template writes its own special tokens; a plain text gets the tokenizer's, as in the engine."""
+        """Tokenize, adding special tokens only to plain text, since chat templates write them."""
         return self._tokenizer(texts, add_special_tokens=self._dataset.messages_column is None)["input_ids"]
 
 
 def render(tokenizer: Any, messages: list[Mapping[str, Any]], rows: Rows, index: int) -> str:
-    """Render chat messages with the model's template, up to where the answer begins."""
+    """Render chat messages with the model's template, including the generation prompt."""
     from jinja2.exceptions import TemplateError
 
     field = "spec.dataset.messagesColumn"
@@ -129,21 +129,20 @@ def load_tokenizer(model: Model) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except _LOAD_ERRORS as error:
         raise InvalidRequest(field, path, f"no tokenizer can be loaded from it: {first_line(error)}") from error
-    if len(tokenizer) <= len(tokenizer.all_special_ids):  # some classes give this for a folder without their files
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # some classes load like this without their files
         raise InvalidRequest(field, path, "its tokenizer knows no words: the folder lacks tokenizer.json")
     _check_ids(tokenizer, model.path, field, path)
     return tokenizer
 
 
 def _check_ids(tokenizer: Any, model: str, field: str, path: str) -> None:
-    """Refuse a tokenizer if words or special tokens that prompts use have no row in the embedding.
-
-    Other special tokens need none, as several models leave out those for images."""
+    """Raise InvalidRequest if a token that prompts may contain has no embedding row."""
     config = config_of(model)
     num_rows = None if config is None else getattr(config.get_text_config(decoder=True), "vocab_size", None)
     if num_rows is None:
         return  # loading the model reports why
     template = str(tokenizer.chat_template or "")
+    # models may lack rows for special tokens outside the template, such as those for images
     in_template = [number for token, number in tokenizer.get_added_vocab().items() if token in template]
     largest = max([tokenizer.vocab_size - 1, *tokenizer(["a"])["input_ids"][0], *in_template])
     if largest >= num_rows:
@@ -152,7 +151,7 @@ def _check_ids(tokenizer: Any, model: str, field: str, path: str) -> None:
 
 
 def check_rows(rows: Rows, dataset: Dataset) -> None:
-    """Raise JobError unless every row is usable, naming line, column and value of each that is not."""
+    """Raise JobError with the line, column and value of each unusable row."""
     problems = []
     for index, row in enumerate(rows.records):
         problems += [

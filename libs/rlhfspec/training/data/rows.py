@@ -1,4 +1,4 @@
-"""Loading of rows from a text file, Parquet, a `datasets` folder or a hub id; held-out rows."""
+"""Loading of rows from files, folders or the hub, and held-out splits."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _split(loaded: Any, dataset: Dataset, source: str) -> Any:
 
 
 def _without_media(rows: Any) -> Any:
-    """Drop images and sounds, which would be decoded with every row."""
+    """Drop image and audio columns, which would be decoded with every row."""
     return rows.remove_columns([name for name, kind in rows.features.items() if hasattr(kind, "decode_example")])
 
 
@@ -120,7 +120,7 @@ def held_out_of(rows: Rows, spec: Spec, base_folder: Path) -> tuple[Rows, Rows]:
 
 
 def split(rows: Rows, count: int, seed: int) -> tuple[Rows, Rows]:
-    """Take `count` rows out, drawn by the seed; both parts stay in the order of the data."""
+    """Split off `count` rows by seed, keeping the dataset's order."""
     taken = set(permutation(seed, "held-out", len(rows))[:count].tolist())
     kept = [index for index in range(len(rows)) if index not in taken]
     return _some(rows, kept), _some(rows, sorted(taken))

@@ -1,4 +1,4 @@
-"""Rows of text files: JSON lines, a JSON list, CSV with a header; each also compressed (`.gz`)."""
+"""Rows of JSON lines, JSON list and CSV files, optionally gzipped."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 from rlhfspec.errors import JobError, Problem
 
 _FIELD = "spec.dataset.path"
-MOST_PROBLEMS = 10  # then the rest is counted
+MOST_PROBLEMS = 10  # further ones are only counted
 Found = tuple[int, Mapping[str, Any] | ValueError]  # a row's line, and the row or its error
 
 
 def read_text_rows(path: Path) -> tuple[list[Mapping[str, Any]], list[int]]:
-    """Return all rows and their line numbers, if any; the error names every malformed row."""
+    """Return rows and their line numbers, if any. Raise JobError naming the malformed rows."""
     data = _bytes(path)
     suffix = Path(path.name.removesuffix(".gz")).suffix
     unit = "row" if suffix == ".json" and data.lstrip()[:1] == b"[" else "line"
@@ -74,7 +74,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _csv_rows(data: bytes) -> Iterator[Found]:
-    """Yield rows of text values, each with its last line number, as quoted text may span lines."""
+    """Yield each row with its last line number, since quoted text may span lines."""
     try:
         text = data.decode()
     except UnicodeDecodeError as error:

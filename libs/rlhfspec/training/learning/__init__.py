@@ -1,2 +1,1 @@
-"""From scored samples to gradients: n samples sorted by id with T response tokens, as flat tensors `[T]` with `lengths`
-`[n]`."""
+"""Learning from scored samples: n samples sorted by id, and flat tensors `[T]` of T response tokens."""

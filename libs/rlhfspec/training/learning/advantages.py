@@ -1,4 +1,4 @@
-"""From rewards to advantages. Numbers of samples are `[n]`, of tokens `[T]`, sample after sample."""
+"""Advantage estimators. Sample tensors are `[n]`, token tensors `[T]`, sample by sample."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WHITEN_EPSILON = 1e-8  # added to a variance
 
 
 def token_rewards(rewards: Tensor, lengths: Tensor, kl: Tensor | None, kl_coefficient: float) -> Tensor:
-    """Put the reward at the sample's last token, less `kl_coefficient` times the KL at every token: [n] -> [T].
+    """Return the reward at each last token, minus `kl_coefficient` * KL at every token: [n] -> [T].
 
     >>> token_rewards(torch.tensor([1.0]), torch.tensor([2]), torch.tensor([0.5, 0.25]), 0.1)
     tensor([-0.0500,  0.9750])
@@ -22,7 +22,7 @@ def token_rewards(rewards: Tensor, lengths: Tensor, kl: Tensor | None, kl_coeffi
 
 
 def overlong_penalties(lengths: Tensor, *, max_tokens: int, buffer: int, penalty: float) -> Tensor:
-    """Return DAPO's length penalty [n]: 0 up to max_tokens - buffer, then linear down to -penalty at max_tokens."""
+    """Return DAPO's length penalty [n]: 0 up to max_tokens - buffer, then linear to -penalty at max_tokens."""
     below = (max_tokens - buffer - lengths).clamp(max=0).double()
     return below / buffer * penalty
 
@@ -30,9 +30,10 @@ def overlong_penalties(lengths: Tensor, *, max_tokens: int, buffer: int, penalty
 def group_advantages(
     rewards: Tensor, group_index: Tensor, *, normalize_by_std: bool, epsilon: float = GROUP_EPSILON
 ) -> Tensor:
-    """Return GRPO's (r - mean(group)) / (std(group) + epsilon), or without the division Dr.GRPO's: [n].
+    """Return GRPO's (r - mean) / (std + epsilon) by group, or Dr.GRPO's without the division: [n].
 
-    The deviation is the sample's (n - 1). A group of one, or with equal rewards, has advantage exactly 0."""
+    The std divides by n - 1. Groups of one or of equal rewards get exactly 0.
+    """
     sizes, means = _group_means(rewards, group_index)
     centred = (rewards - means[group_index]).masked_fill(~informative_groups(rewards, group_index), 0)
     if not normalize_by_std:
@@ -43,7 +44,7 @@ def group_advantages(
 
 
 def leave_one_out_advantages(rewards: Tensor, group_index: Tensor) -> Tensor:
-    """Return RLOO's r minus the mean reward of the *other* samples of its group: [n]. A group of one gets 0."""
+    """Return RLOO's r minus the mean reward of the group's *other* samples, 0 without others: [n]."""
     sizes, means = _group_means(rewards, group_index)
     factor = sizes / (sizes - 1).clamp(min=1)  # r - mean(others) = n / (n - 1) * (r - mean(all))
     centred = (rewards - means[group_index]).masked_fill(~informative_groups(rewards, group_index), 0)
@@ -63,7 +64,7 @@ def discounted_sums(numbers: Tensor, lengths: Tensor, discount: float) -> Tensor
     >>> discounted_sums(torch.tensor([1.0, 1.0, 4.0]), torch.tensor([2, 1]), 0.5)
     tensor([1.5000, 1.0000, 4.0000])
     """
-    rows = pad_sequence(list(torch.split(numbers, lengths.tolist())), batch_first=True)  # [n, longest], zeros behind
+    rows = pad_sequence(list(torch.split(numbers, lengths.tolist())), batch_first=True)  # [n, longest], zero-padded
     running, sums = rows.new_zeros(len(rows)), torch.empty_like(rows)
     for column in reversed(range(rows.shape[1])):
         running = rows[:, column] + discount * running
@@ -74,8 +75,9 @@ def discounted_sums(numbers: Tensor, lengths: Tensor, discount: float) -> Tensor
 def gae(rewards: Tensor, values: Tensor, lengths: Tensor, *, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
     """Return advantages and returns [T] by generalized advantage estimation (Schulman 2016).
 
-    delta[t] = r[t] + gamma V[t + 1] - V[t], A[t] = sum over k of (gamma lambda)^k delta[t + k], return = A + V. Behind
-    the last token the value is 0, also of a response that was cut."""
+    delta[t] = r[t] + gamma V[t + 1] - V[t], A[t] = sum over k of (gamma lambda)^k delta[t + k], return = A + V.
+    V is 0 after the last token, also for truncated responses.
+    """
     next_values = values.roll(-1)
     next_values[lengths.cumsum(0) - 1] = 0
     advantages = discounted_sums(rewards + gamma * next_values - values, lengths, gamma * gae_lambda)
@@ -83,7 +85,7 @@ def gae(rewards: Tensor, values: Tensor, lengths: Tensor, *, gamma: float, gae_l
 
 
 def whiten(numbers: Tensor) -> Tensor:
-    """Normalize to mean 0 and deviation 1 (n - 1) over the whole step: [T] -> [T]. A single number becomes 0."""
+    """Normalize a step's values to mean 0 and deviation 1 (n - 1): [T] -> [T]. A single value becomes 0."""
     centred = numbers - numbers.mean()
     variance = centred.square().sum() / max(len(numbers) - 1, 1)
     return centred * torch.rsqrt(variance + WHITEN_EPSILON)

@@ -1,4 +1,4 @@
-"""Token weights, fixed over the whole mini-batch before it is split: the loss is sum(weights * token_loss)."""
+"""Token weights of the loss, sum(weights * token_loss), fixed before a mini-batch is split."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ LossAggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-su
 
 
 def token_weights(lengths: Tensor, aggregation: LossAggregation, constant: int) -> Tensor:
-    """Return the weights [T] float64 of a mini-batch's tokens from its `lengths` [n].
+    """Return a mini-batch's token weights [T], float64, from its `lengths` [n].
 
-    token-mean: 1 / T. sequence-mean-token-mean: 1 / (n |y|). sequence-sum-constant: 1 / (n constant), with constant
-    maxTokens."""
+    token-mean: 1 / T. sequence-mean-token-mean: 1 / (n |y|). sequence-sum-constant: 1 / (n maxTokens).
+    """
     num_samples, num_tokens = len(lengths), int(lengths.sum())
     if aggregation == "token-mean":
         return torch.full((num_tokens,), 1.0 / num_tokens, dtype=torch.float64)
@@ -33,7 +33,7 @@ def sample_sums(per_token_numbers: Tensor, lengths: Tensor) -> Tensor:
 
 
 def token_indices(lengths: Tensor, samples: Tensor) -> Tensor:
-    """Return the places of these samples' tokens in the flat tensors, sample after sample.
+    """Return the flat indices of these samples' tokens, sample by sample.
 
     >>> token_indices(torch.tensor([2, 1, 3]), torch.tensor([2, 0]))
     tensor([3, 4, 5, 0, 1])

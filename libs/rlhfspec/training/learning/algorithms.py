@@ -1,4 +1,4 @@
-"""A job's algorithm applied to a step: targets before the first update, losses of each micro-batch.
+"""A job's algorithm applied to a step: targets first, then losses of micro-batches.
 
     targets, metrics = prepare(algorithm, rollouts, policy_log_probs=..., max_tokens=256)
     mini = targets.mini_batch(algorithm, samples, max_tokens=256)
@@ -6,7 +6,8 @@
         terms = policy_terms(algorithm, log_probs, old_log_probs, mini.select(micro), entropy)
         terms.loss.backward()                            # and add up terms.losses, terms.sums
 
-Micro-batches hold whole samples."""
+Micro-batches hold whole samples.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ Metrics = dict[str, float]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
     lengths: Tensor  # [n] int64
-    weights: Tensor  # [T] of each token's loss, fixed by the mini-batch
+    weights: Tensor  # [T] of token losses, fixed by the mini-batch
     advantages: Tensor  # [T]
     generator_log_probs: Tensor  # [T] under the distribution sampled from
     reference_log_probs: Tensor | None  # [T]
@@ -49,13 +50,13 @@ class Targets:
     old_values: Tensor | None  # [T] the values scored for the rollouts
 
     def select(self, samples: Sequence[int]) -> Targets:
-        """Return the targets of these samples in this order, with their weights unchanged."""
+        """Return these samples' targets in this order, with unchanged weights."""
         chosen = torch.tensor(list(samples), dtype=torch.int64)
         tokens = token_indices(self.lengths, chosen)
         return replace(self, lengths=self.lengths[chosen], **self._of_tokens(lambda tensor: tensor[tokens]))
 
     def mini_batch(self, algorithm: Algorithm, samples: Sequence[int], *, max_tokens: int) -> Targets:
-        """Return the targets of these samples as one whole optimizer step, with weights computed anew."""
+        """Return these samples' targets as one mini-batch, with recomputed weights."""
         chosen = self.select(samples)
         weights = token_weights(chosen.lengths, algorithm.loss_aggregation, max_tokens)
         return replace(chosen, weights=weights.to(self.weights.dtype))
@@ -70,7 +71,7 @@ class Targets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenTerms:
-    """A micro-batch's share of a mini-batch; each field adds up over the micro-batches."""
+    """Loss terms of a micro-batch, which add up over the mini-batch."""
 
     loss: Tensor  # scalar, to call backward on
     losses: Metrics  # its parts, weighted as in the loss but without their coefficients
@@ -78,14 +79,12 @@ class TokenTerms:
 
 
 def needs_policy_log_probs(algorithm: Algorithm) -> bool:
-    """Return whether `prepare` needs the trainer's own log-probs, because the KL is part of the reward."""
+    """Return whether `prepare` needs the trainer's log-probs, for a KL in the reward."""
     return algorithm.kl_coefficient > 0 and algorithm.kl_placement == "reward"
 
 
 def has_gradient(algorithm: Algorithm, targets: Targets) -> Tensor:
-    """Return [n] bool: whether a sample's policy loss can have a gradient other than exactly 0.
-
-    It cannot where all its advantages are 0 and neither a KL nor an entropy bonus is part of the loss."""
+    """Return a mask [n] of samples whose policy loss can have a nonzero gradient."""
     is_in_loss = algorithm.kl_coefficient > 0 and algorithm.kl_placement == "loss"
     if is_in_loss or algorithm.entropy_coefficient > 0:
         return torch.ones(len(targets.lengths), dtype=torch.bool)
@@ -98,7 +97,8 @@ def prepare(
 ) -> tuple[Targets, Metrics]:
     """Return the step's targets, as one mini-batch, and its metrics before training.
 
-    `policy_log_probs` [T] are the trainer's before the first update, at the sampling temperature."""
+    policy_log_probs: [T] before the first update, at the sampling temperature.
+    """
     assert rollouts.num_samples > 0, "a step without samples"
     _check_scores(algorithm, rollouts)
     rewards, metrics = shaped_rewards(algorithm, rollouts, max_tokens=max_tokens)
@@ -133,23 +133,24 @@ def shaped_rewards(algorithm: Algorithm, rollouts: Rollouts, *, max_tokens: int)
 def metrics_before_updates(
     algorithm: Algorithm, rollouts: Rollouts, log_probs: Tensor, entropy: Tensor, has_run: Tensor
 ) -> Metrics:
-    """Return metrics over the tokens that have run; all tensors are [T], the numbers the trainer's."""
+    """Return metrics over the tokens that have run, from tensors [T]."""
     metrics = {"entropy": float(entropy[has_run].double().mean())}
     if rollouts.reference_log_probs is not None:
         policy, reference = log_probs[has_run].double(), rollouts.reference_log_probs[has_run].double()
         for estimator in dict.fromkeys((algorithm.kl_estimator, "k3")):
             kl = kl_estimate(policy, reference, estimator)
-            metrics[f"kl_{estimator}"] = float((kl if estimator == "k1" else kl.clamp(min=0)).mean())  # rounding aside
+            metrics[f"kl_{estimator}"] = float((kl if estimator == "k1" else kl.clamp(min=0)).mean())  # rounding
     return metrics
 
 
 def policy_terms(
     algorithm: Algorithm, log_probs: Tensor, old_log_probs: Tensor, targets: Targets, entropy: Tensor | None
 ) -> TokenTerms:
-    """Return the policy's loss over a micro-batch of whole samples.
+    """Return the policy's loss terms over a micro-batch of whole samples.
 
-    `log_probs` [t] carry the gradient; `old_log_probs` [t] are the trainer's before the step's first update; `entropy`
-    [t] is needed where `entropy_coefficient` is above 0."""
+    `log_probs` [t] carry the gradient; `old_log_probs` [t] precede the step's first update; `entropy` [t] is needed for
+    a positive `entropy_coefficient`.
+    """
     ratio = _ratio(algorithm, log_probs, old_log_probs, targets.lengths)
     clip = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
     policy = clipped_policy_loss(ratio, targets.advantages, **clip)
@@ -240,7 +241,7 @@ def _token_terms(
     loss = (torch.stack(terms).sum(0) * weights).sum()
     numbers = [(part.detach().double() * weights).sum() for part in losses.values()]
     numbers += [part.detach().double().sum() for part in sums.values()]
-    said = torch.stack(numbers).tolist()  # one wait for the device
+    said = torch.stack(numbers).tolist()  # one device synchronization
     return TokenTerms(
         loss=loss, losses=dict(zip(losses, said, strict=False)), sums=dict(zip(sums, said[len(losses) :], strict=True))
     )

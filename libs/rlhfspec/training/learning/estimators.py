@@ -1,4 +1,4 @@
-"""Functions from rewards to advantages, one per algorithm, as named by `rlhfspec.job.choices.algorithms`."""
+"""Advantage estimators by algorithm, as named in `rlhfspec.job.choices.algorithms`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from rlhfspec.training.learning.advantages import discounted_sums, gae, group_ad
 from rlhfspec.training.learning.aggregation import per_token, sample_sums
 from rlhfspec.training.learning.rollouts import Rollouts
 
-# Rewards [T], float64: each sample's at its last token, with the KL at every token where it is part of the reward ->
-# advantages [T], and with a critic its target values [T].
+# Maps token rewards [T] float64 (`token_rewards`) to advantages [T] and, with a critic, its target values [T].
 Estimator = Callable[[Algorithm, Rollouts, Tensor], tuple[Tensor, Tensor | None]]
 
 

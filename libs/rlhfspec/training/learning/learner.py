@@ -1,12 +1,13 @@
-"""The learner: a step's rollouts in, new weights out, as a function of the sorted step and the state.
+"""The learner, which trains deterministically on a step's rollouts.
 
-    targets  = what each token is trained towards (algorithms.prepare)
-    for each epoch, for each mini-batch (samples in id order):
-        for each micro-batch (packing): forward, loss, backward; gradients add up to the mini-batch's
-        clip, optimizer step, schedule step
+    targets = algorithms.prepare(rollouts)
+    for each epoch, for each mini-batch in id order:
+        for each micro-batch (packing): forward, loss, backward
+        clip gradients, step the optimizer and the schedule
 
-Old log-probs come from the trainer's own forward before the first update. Policy and critic update in turn, or on a
-rank each (`training.fuse`), with the same bits, which depend on the number of threads."""
+Old log-probs come from the trainer's forward before the first update. Policy and critic update in turn, or on a rank
+each (`training.fuse`) with the same bits. Bits depend on the number of threads.
+"""
 
 from __future__ import annotations
 
@@ -57,9 +58,9 @@ _MODELS = ("policy", "critic")  # trained by ranks 0 and 1 where each has a rank
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnReport:
-    version: int  # of the weights after it
+    version: int  # of the new weights
     metrics: dict[str, float]
-    advantages: Tensor  # [T] as trained towards
+    advantages: Tensor  # [T]
     log_probs: Tensor  # [T] the trainer's, before the step's first update
     untempered_log_probs: Tensor  # [T] likewise, at temperature 1
     has_run: Tensor  # [T] bool; log-probs of samples without a gradient are not computed and stand as 0
@@ -83,13 +84,13 @@ class Learner:
         device: str = "cpu",
         stored: bool = False,
     ) -> None:
-        """Train models of `load_policy` and `load_critic` in place; models of other ranks may be None."""
+        """Prepare loaded models for training in place. Those of other ranks may be None."""
         self.version = 0
         self._spec = spec = settled(spec, device)
         self._num_threads = num_threads or torch.get_num_threads()
         self._device = torch.device(device)
         self._widens = stored and spec.model.dtype == "float32"  # bfloat16 weights become float32 on the device
-        self._all = ranks or Ranks()  # train a step together
+        self._all = ranks or Ranks()  # of the whole trainer
         models, self._ranks = share_of(spec, self._all)
         self._policy = policy
         training = spec.training
@@ -110,7 +111,7 @@ class Learner:
     def from_spec(
         cls, spec: job.Spec, *, ranks: Ranks | None = None, num_threads: int | None = None, device: str = "cpu"
     ) -> Learner:
-        """Load the models that this rank trains; weights are widened when they reach a device or are sharded."""
+        """Load this rank's models, widened layer by layer on a device or when sharded."""
         models, sharing = share_of(spec, ranks or Ranks())
         stored = device != "cpu" or sharing.num_ranks > 1
         how: dict[str, Any] = {"max_context": spec.max_context, "ranks": sharing, "stored": stored}
@@ -156,13 +157,13 @@ class Learner:
 
     @property
     def policy(self) -> Any:
-        """Return the policy; where each rank trains one of two models, rank 0 has it."""
+        """Return the policy, which may be None on a critic's rank."""
         return self._policy
 
     # -- a step ---------------------------------------------------------------------------------------------
 
     def learn(self, rollouts: Rollouts) -> LearnReport:
-        """Train one step. After NumericalError the weights are those of the last good update."""
+        """Train one step. A NumericalError leaves the weights of the last good update."""
         torch.set_num_threads(self._num_threads)  # torch keeps it per thread
         algorithm, epochs = self._spec.algorithm, self._spec.training.epochs
         tally = Tally(rollouts.num_tokens)
@@ -192,21 +193,19 @@ class Learner:
         )  # fmt: skip
 
     def _trained(self, targets: Targets) -> Sequence[int]:
-        """Return the samples to run: those with a gradient, or the first, so that each step's log-probs are compared.
-
-        A critic learns from every sample."""
+        """Return the samples to run: all for a critic, else those with a gradient, at least one."""
         if self._trains_critic:
             return range(len(targets.lengths))
         learning: list[int] = has_gradient(self._spec.algorithm, targets).nonzero().flatten().tolist()
         return learning or [0]
 
     def _mini_batches(self, rollouts: Rollouts, trained: Sequence[int]) -> list[MiniBatch]:
-        """Return the step's mini-batches, in which only the `trained` samples, in ascending order, are packed."""
+        """Return the step's mini-batches, with only the `trained` samples (ascending) packed."""
         minis = []
         for samples in split_evenly(rollouts.num_samples, self._spec.training.mini_batches):
             chosen = [sample for sample in trained if sample in samples]
             prompts = [rollouts.prompt_token_ids[sample] for sample in chosen]
-            answers: list[int] = (rollouts.lengths[chosen] - 1).tolist()  # the last is not run
+            answers: list[int] = (rollouts.lengths[chosen] - 1).tolist()  # the last token is not run
             shares = self._ranks.mine(self._pack(prompts, answers))
             minis.append(MiniBatch(samples=samples, micro_batches=[[chosen[i] for i in micro] for micro in shares]))
         return minis
@@ -283,7 +282,7 @@ class Learner:
     def _blame(
         self, network: Network, backward: Callable[[list[int]], TokenTerms], rollouts: Rollouts, mini: MiniBatch
     ) -> str:
-        """Name the sample with a non-finite gradient, by trying one by one where no other rank has to keep in step."""
+        """Describe the non-finite gradient, naming its sample on a single rank."""
         for sample in mini.samples if self._ranks.num_ranks == 1 else ():
             network.forget_gradients()
             backward([sample])
@@ -311,7 +310,7 @@ class Learner:
 
     @contextmanager
     def _dropout(self, sample: int) -> Iterator[None]:
-        """Enable the update's dropout, drawn from the seed so that no random state has to be kept."""
+        """Enable LoRA dropout, seeded so that no random state is stored."""
         if not self._lora_dropout:
             yield
             return
@@ -327,9 +326,7 @@ class Learner:
     # -- weights and state ----------------------------------------------------------------------------------
 
     def policy_state(self) -> dict[str, Tensor]:
-        """Return the policy under Hugging Face names, LoRA merged; {} on a rank that trains the critic alone.
-
-        Shares memory: copy it to keep it past `learn`."""
+        """Return the policy under Hugging Face names with LoRA merged, or {} on a critic's rank. Shares memory."""
         if "policy" not in self._networks:
             return {}
         weights = self._networks["policy"].weights()
@@ -337,7 +334,7 @@ class Learner:
         return weights if update is None else lora.merged_state(weights, update.alpha / update.rank)
 
     def own_policy(self) -> dict[str, Tensor]:
-        """Return this rank's shares of the policy; {} with LoRA or tensor parallelism."""
+        """Return this rank's shares of the policy, or {} with LoRA or tensor parallelism."""
         of_policy = self._networks.get("policy")
         own = of_policy.own_weights() if of_policy is not None and self._spec.model.lora is None else {}
         whole_layers = {name: tensor for name, tensor in own.items() if isinstance(tensor, Tensor)}
@@ -351,7 +348,7 @@ class Learner:
         return self._all.broadcast(own, source=_MODELS.index("critic")) if is_apart else own
 
     def state(self) -> State:
-        """Return everything of this rank that the next step depends on, its own shares only. Shares memory."""
+        """Return this rank's shares of the training state. Shares memory."""
         state: State = {"version": self.version}
         for model, network in self._networks.items():
             state |= {model: network.own_weights(), f"{model}_optimizer": network.optimizer_state()}
@@ -361,11 +358,11 @@ class Learner:
 
     @property
     def leads(self) -> bool:
-        """Return whether this rank writes the values that all sharing ranks have alike."""
+        """Return whether this rank writes the replicated values."""
         return self._ranks.rank == 0
 
     def load_state(self, state: State) -> None:
-        """Resume from a state, bit for bit. Only this rank's part of a `StoredTensor` is read."""
+        """Restore a state exactly. Only this rank's part of a `StoredTensor` is read."""
         if ("critic" in state) != self._trains_critic:
             raise StorageError("checkpoint", "it has a critic and the job none, or the other way round")
         self.version = int(state["version"])
@@ -381,7 +378,7 @@ class Learner:
 
 
 def share_of(spec: job.Spec, ranks: Ranks) -> tuple[Sequence[str], Ranks]:
-    """Return the models that a rank trains, and the ranks with which it shares them."""
+    """Return the models that a rank trains, and the ranks that share them."""
     if "critic" not in scoring_stages(spec.algorithm):
         return _MODELS[:1], ranks
     if spec.training.fuse == "auto" and ranks.num_ranks == len(_MODELS) and ranks.tensor is None:

@@ -1,4 +1,4 @@
-"""Losses at single tokens, before aggregation: probability ratios, KL, clipped losses. Lower is better."""
+"""Token losses before aggregation: probability ratios, KL and clipped losses."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: KlEst
 
     With d = log policy - log reference at a token drawn from the policy:
         k1 = d                    unbiased, noisy, may be negative
-        k2 = d^2 / 2              biased, low variance; its gradient is the KL's own, unbiased
-        k3 = exp(-d) - 1 + d      unbiased, low variance, never negative; its gradient is biased, right for small d
+        k2 = d^2 / 2              biased, low variance; unbiased gradient
+        k3 = exp(-d) - 1 + d      unbiased, low variance, never negative; gradient biased for large d
 
-    As a loss, k1 is only noise: its gradient has mean zero. Use it in the reward."""
+    Use k1 only in the reward: as a loss, its gradient has mean zero.
+    """
     difference = log_probs - reference_log_probs
     if estimator == "k1":
         return difference
@@ -32,9 +33,10 @@ def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: KlEst
 
 
 def truncated_importance_weights(log_probs: Tensor, generator_log_probs: Tensor, cap: float) -> Tensor:
-    """Return min(trainer / generator, cap) at each token, without gradient: [t], [t] -> [t].
+    """Return min(trainer / generator, cap) at each token, without gradient: [t], [t] -> [t] (Ionides 2008).
 
-    `log_probs` are the trainer's before the first update (Ionides 2008, "Truncated importance sampling")."""
+    `log_probs` are the trainer's before the first update.
+    """
     log_ratio = torch.clamp(log_probs.detach() - generator_log_probs, max=_LOG_RATIO_BOUND)
     return torch.exp(log_ratio).clamp(max=cap)
 
@@ -44,9 +46,10 @@ def token_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
 
 
 def sequence_ratio(log_probs: Tensor, old_log_probs: Tensor, lengths: Tensor) -> Tensor:
-    """Return GSPO's (policy / old policy of the whole response) ** (1 / |y|), repeated for its tokens: [t] -> [t].
+    """Return GSPO-token's (policy / old policy) ** (1 / |y|) of whole responses, repeated by token: [t] -> [t].
 
-    A token's gradient goes through its own log-prob only (the paper's GSPO-token). Responses must be whole."""
+    A token's gradient goes through its own log-prob only.
+    """
     detached = (log_probs - old_log_probs).detach()
     mean = sample_sums(detached, lengths) / lengths  # [n]
     bounded = torch.clamp(mean, -_LOG_RATIO_BOUND, _LOG_RATIO_BOUND).to(log_probs.dtype)
@@ -60,12 +63,12 @@ def clipped_policy_loss(ratio: Tensor, advantages: Tensor, *, clip_low: float, c
 
 
 def is_clipped(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """Return where the clip is active, below and above."""
+    """Return masks of the tokens clipped below and above."""
     return (ratio < 1 - clip_low) & (advantages < 0), (ratio > 1 + clip_high) & (advantages > 0)
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> Tensor:
-    """Return max((V - R)^2, (clip(V, V_old +- clip) - R)^2): [t] -> [t]. Most other code calls half of it the loss."""
+    """Return max((V - R)^2, (clip(V, V_old +- clip) - R)^2), not halved: [t] -> [t]."""
     return torch.maximum((values - returns).square(), (clip_values(values, old_values, clip) - returns).square())
 
 

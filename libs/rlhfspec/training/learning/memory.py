@@ -1,8 +1,7 @@
-"""Decision whether activations fit the device: `training.activationCheckpointing: auto` recomputes layers where
+"""Memory check of `training.activationCheckpointing: auto`.
 
-    activations of a micro-batch  >  .9 x (free memory once the weights are there - 3 x trained weights) - 1 GiB
-
-Trained weights need a gradient and Adam's two moments; 1 GiB is for logits, a tenth for fragmentation.
+Layers are recomputed if activations > 0.9 * (free memory with weights loaded - 3 * trained weights) - 1 GiB.
+The 3 covers gradients and Adam's moments, the 1 GiB logits, and the tenth fragmentation.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ GIB = 1 << 30
 
 
 class ActivationRoom:
-    """Memory check of the models that a rank trains; create it while they are on the host."""
+    """Memory check of a rank's models, created while they are on the host."""
 
     def __init__(
         self,
@@ -36,7 +35,7 @@ class ActivationRoom:
         *,
         widens: bool = False,
     ) -> None:
-        """Estimate activations with two short rows. dtype: of computation. widens: bfloat16 becomes float32."""
+        """Estimate activations from two short rows. dtype: compute type. widens: bfloat16 becomes float32."""
         self._setting = spec.training.activation_checkpointing
         self._trunks = trunks
         self._device = device
@@ -49,7 +48,7 @@ class ActivationRoom:
                     self._kept.append(activation_bytes(trunk, num_tokens))
 
     def settle(self, trained: Iterable[torch.Tensor], ranks: Ranks) -> bool:
-        """Switch recomputation on if needed, on all ranks alike; call it once the weights are on the device."""
+        """Enable recomputation on all ranks if one needs it, once weights are on the device."""
         again = self._setting == "on"
         if self._kept:
             again = not all(ranks.gather(self._fits(sum(local_of(tensor).nbytes for tensor in trained))))

@@ -1,4 +1,4 @@
-"""A trained module (policy or critic) with its optimizer, its schedule, and a state that outlives the process."""
+"""Trained module (policy or critic) with its optimizer, schedule and checkpoint state."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Network:
         ranks: Ranks | None = None,
     ) -> None:
         self.module = module
-        self._group = ranks.tensor if ranks else None  # cuts its layers
+        self._group = ranks.tensor if ranks else None  # tensor parallel ranks
         self._shares = shares_of(module) if self._group else {}
         self.num_updates = 0
         self._training = training
@@ -51,7 +51,7 @@ class Network:
         self._schedule = self._fresh_schedule()
 
     def grad_norm(self) -> float:
-        """Return the norm of all gathered gradients; it is infinite or NaN if one of them is."""
+        """Return the norm of all ranks' gradients, non-finite if one of them is."""
         if self._group is None:
             return _norm(self.parameters)
         cut: list[nn.Parameter] = []
@@ -73,11 +73,11 @@ class Network:
         self._optimizer.zero_grad(set_to_none=True)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return every weight once, whole, by its first name. Shares memory; sharded ones reach rank 0's host only."""
+        """Return whole weights by first name. Sharded ones reach only rank 0's host; others share memory."""
         return _whole(self.own_weights(), self._group)
 
     def own_weights(self) -> dict[str, Tensor | PartOf]:
-        """Return the weights, but where ranks hold shares, this rank's own."""
+        """Return this rank's weights or shares of them."""
         by_name = self.module.state_dict(keep_vars=True)
         first_names = {id(tensor): name for name, tensor in reversed(by_name.items())}  # tied weights have several
         return {
@@ -87,7 +87,7 @@ class Network:
         }
 
     def load_weights(self, weights: Mapping[str, Given]) -> None:
-        """Load weights of exactly these names and shapes; a LoRA module takes its adapters only."""
+        """Load some or all weights. Raise StorageError for an unknown name or another shape."""
         own = self.module.state_dict()
         for name, tensor in weights.items():
             if name not in own or whole_shape(own[name].shape, self._shares.get(name)) != torch.Size(tensor.shape):
@@ -97,7 +97,7 @@ class Network:
                 own[name].copy_(_like(own[name], tensor, self._shares.get(name)))
 
     def optimizer_state(self) -> State:
-        """Return this rank's state; parameters are named by position. Shares memory."""
+        """Return this rank's optimizer state, by parameter position. Shares memory."""
         state = self._optimizer.state_dict()
         of_parameters = {
             str(place): {name: self._kept(place, value) for name, value in of.items()}
@@ -123,7 +123,7 @@ class Network:
         return _part(value, self._shares_by_place[place]) if is_like_it else value
 
     def _placed(self, place: int, value: Any) -> Any:
-        """Cut a loaded value to the parameter's shares, as torch's own loading does not."""
+        """Cut a loaded value to the parameter's shares, which torch's loading does not do."""
         parameter, share = self.parameters[place], self._shares_by_place[place]
         if isinstance(value, (Tensor, StoredTensor, PartOf)):
             same = torch.Size(value.shape) == whole_shape(parameter.shape, share)
@@ -151,9 +151,7 @@ def _part(tensor: Tensor, share: Share | None) -> Tensor | PartOf:
 
 
 def _whole(values: Mapping[str, Any], group: Ranks | None = None) -> dict[str, Any]:
-    """Gather sharded tensors on rank 0's host; other ranks get the rest. Every rank must call this.
-
-    group: the ranks that cut layers with this one."""
+    """Gather sharded tensors on rank 0's host, and drop them elsewhere. All ranks must call this."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         tensor, share = (value.tensor, value.share) if isinstance(value, PartOf) else (value, None)
@@ -189,6 +187,6 @@ def _read(given: Given) -> Tensor:
 
 
 def _step_quietly(schedule: torch.optim.lr_scheduler.LRScheduler) -> None:
-    """Step the schedule without torch's warning that the optimizer should step first: it has, in another process."""
+    """Step the schedule without torch's warning, since the optimizer stepped in an earlier process."""
     schedule.optimizer._opt_called = True  # type: ignore[attr-defined]
     schedule.step()

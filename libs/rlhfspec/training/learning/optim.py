@@ -1,4 +1,4 @@
-"""Optimizers and schedules from a job: any class of torch, or `module:Class` of the user's."""
+"""Optimizers and schedules of a job: torch classes or a user's `module:Class`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _REFUSED = {
 def make_optimizer(
     parameters: Iterable[torch.nn.Parameter], settings: job.Optimizer, *, field: str
 ) -> torch.optim.Optimizer:
-    """Return an optimizer of the parameters that take gradients, fused where it can be."""
+    """Return an optimizer of the trainable parameters, fused where supported."""
     known = _class(settings.name, torch.optim, torch.optim.Optimizer, f"{field}.name")
     arguments = dict(settings.arguments)
     if "lr" in arguments:
@@ -42,7 +42,7 @@ def make_optimizer(
 def make_schedule(
     optimizer: torch.optim.Optimizer, settings: job.Schedule, *, num_updates: int
 ) -> lr_scheduler.LRScheduler:
-    """Return a schedule that is stepped once per optimizer step, `num_updates` times in the job."""
+    """Return a schedule to step once per optimizer step, `num_updates` times in all."""
     field = "spec.training.schedule"
     if settings.name in _SHAPES:
         if settings.arguments:
@@ -59,14 +59,14 @@ def make_schedule(
 
 
 def check_settings(training: job.Training) -> None:
-    """Raise InvalidRequest for settings that the learner would refuse, by trying them on a matrix and a vector."""
+    """Raise InvalidRequest for settings that fail on a test matrix and vector."""
     for name in ("optimizer", "critic_optimizer"):
         parameters = [torch.nn.Parameter(torch.zeros(2, 2)), torch.nn.Parameter(torch.zeros(2))]
         optimizer = make_optimizer(parameters, getattr(training, name), field=f"spec.training.{to_camel(name)}")
         make_schedule(optimizer, training.schedule, num_updates=training.steps)
 
 
-# Factor of the rate after a share of the updates behind the warm-up; 0 would be reached one update past the end.
+# Learning-rate factor by progress after warm-up, in [0, 1). A factor of 0 would come one update past the end.
 _SHAPES: dict[str, Callable[[float], float]] = {
     "constant": lambda progress: 1.0,
     "linear": lambda progress: 1.0 - progress,

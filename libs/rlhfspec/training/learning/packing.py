@@ -1,4 +1,4 @@
-"""Assignment of whole sequences to micro-batches, by their lengths alone.
+"""Packing of whole sequences into micro-batches by length.
 
 >>> pack([5, 9, 2, 3, 8], tokens_per_micro_batch=10)
 [[0, 3], [1], [2, 4]]
@@ -14,9 +14,10 @@ from collections.abc import Iterator, Sequence
 
 
 def pack(lengths: Sequence[int], tokens_per_micro_batch: int, *, multiple_of: int = 1) -> list[list[int]]:
-    """Pack sequences into micro-batches of indices, each within the budget unless it holds one longer sequence.
+    """Pack sequences into micro-batches of indices, each within the budget unless one sequence exceeds it.
 
-    Their number is a multiple of `multiple_of` (ranks). Indices and micro-batches are in id order."""
+    Their number is a multiple of `multiple_of` (ranks). All are in id order.
+    """
     budget = tokens_per_micro_batch
     fewest = max(1, -(-sum(min(length, budget) for length in lengths) // budget))
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
@@ -29,9 +30,10 @@ def pack(lengths: Sequence[int], tokens_per_micro_batch: int, *, multiple_of: in
 def pack_groups(
     prompts: Sequence[tuple[int, ...]], answers: Sequence[int], tokens_per_micro_batch: int, *, multiple_of: int = 1
 ) -> list[list[int]]:
-    """Pack as `pack` does, where neighbours with the same prompt share it. answers: tokens of each that are run.
+    """Pack as `pack` does, with neighbours sharing prompts. answers: number of tokens to run.
 
-    Groups stay whole unless one exceeds the budget, or a cut lets the busiest rank run fewer tokens."""
+    Groups are split only to fit the budget or to lower the busiest rank's load.
+    """
     found: tuple[int, list[list[int]]] | None = None
     for num_parts in range(1, multiple_of + 1):
         runs = list(_runs(prompts, answers, tokens_per_micro_batch, num_parts))
@@ -48,7 +50,7 @@ def pack_groups(
 def _runs(
     prompts: Sequence[tuple[int, ...]], answers: Sequence[int], budget: int, num_parts: int
 ) -> Iterator[list[int]]:
-    """Yield neighbours that share a prompt, each group cut into `num_parts`, or more to fit the budget."""
+    """Yield indices that share a prompt, in `num_parts` parts per group, or more to fit the budget."""
     for _, group in itertools.groupby(range(len(prompts)), key=prompts.__getitem__):
         members = list(group)
         for part in split_evenly(len(members), num_parts):
@@ -66,7 +68,7 @@ def _runs(
 
 
 def _spread(lengths: Sequence[int], order: Sequence[int], count: int, budget: int) -> list[list[int]] | None:
-    """Put the longest first, each into the emptiest of `count` micro-batches; return None when one does not fit."""
+    """Fill the emptiest of `count` micro-batches, longest sequence first. Return None if one does not fit."""
     emptiest = [(0, place) for place in range(count)]
     bins: list[list[int]] = [[] for _ in range(count)]
     for index in order:
@@ -79,7 +81,7 @@ def _spread(lengths: Sequence[int], order: Sequence[int], count: int, budget: in
 
 
 def split_evenly(count: int, parts: int) -> list[range]:
-    """Split 0, 1, ..., count - 1 into runs whose sizes differ by at most one; fewer runs if count < parts.
+    """Split range(count) into at most `parts` ranges whose sizes differ by at most one.
 
     >>> split_evenly(7, 3)
     [range(0, 3), range(3, 5), range(5, 7)]

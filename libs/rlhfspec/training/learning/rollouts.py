@@ -1,6 +1,4 @@
-"""A step's samples and scores as flat tensors, sorted by id, so that order of arrival has no effect.
-
-`generator_log_probs` are those of the distribution sampled from, `log_probs` the plain model's at temperature 1."""
+"""A step's samples and scores as flat tensors, sorted by id for determinism."""
 
 from __future__ import annotations
 
@@ -21,10 +19,10 @@ ScoreTable = dict[tuple[str, ScoringStage], Score]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollouts:
-    """n samples with T response tokens; samples in id order, tokens in sample order."""
+    """n samples in id order with T response tokens in sample order."""
 
     ids: tuple[str, ...]
-    group_index: Tensor  # [n] int64, 0, 1, ... in id order: which prompt a sample answers
+    group_index: Tensor  # [n] int64, the sample's prompt: 0, 1, ... in id order
     lengths: Tensor  # [n] int64, response tokens, each >= 1
     prompt_token_ids: tuple[tuple[int, ...], ...]
     token_ids: Tensor  # [T] int64
@@ -50,7 +48,7 @@ class Rollouts:
 
     @staticmethod
     def of(samples: Sequence[Sample], scores: Sequence[Score]) -> Rollouts:
-        """Join samples with their scores. Raise RolloutError where a sample lacks a score that others have."""
+        """Join samples with their scores. Raise RolloutError for missing or invalid ones."""
         ordered = sorted(samples, key=lambda sample: sample.sort_key)
         for sample in ordered:
             _check_sample(sample)

@@ -1,4 +1,4 @@
-"""FSDP2: each rank keeps a share of every weight and of its optimizer state; a block is gathered while it runs."""
+"""FSDP2 sharding of weights and optimizer state. A block is gathered while it runs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from rlhfspec.huggingface.structure.layers import layers_of
 def shard(
     module: nn.Module, trunk: Any, device: torch.device, ranks: Ranks, *, computes_in: torch.dtype, widens: bool
 ) -> None:
-    """Shard a module from the host in place, block by block, so that the device holds one whole block at a time.
+    """Shard a host module in place, block by block to limit device memory.
 
-    computes_in: type in which a block is gathered on a device. widens: bfloat16 weights become float32 there."""
+    computes_in: type of gathered blocks on a device. widens: bfloat16 weights become float32.
+    """
     if ranks.sharing.num_ranks == 1:
         return
     mesh = _mesh(ranks, device)
@@ -53,7 +54,7 @@ def _take(part: nn.Module, device: torch.device, widens: bool) -> None:
 
 
 def _of_other_types(part: nn.Module) -> list[nn.Module]:
-    """Return modules to shard separately, inner ones first, as one gather takes tensors of one type only."""
+    """Return modules to shard separately, inner ones first, since one gather takes a single dtype."""
     found: list[nn.Module] = []
 
     def left_in(module: nn.Module) -> torch.dtype | None:

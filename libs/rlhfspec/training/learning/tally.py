@@ -1,4 +1,4 @@
-"""Results of a step's forwards: values before the first update, sums for metrics, and the first non-finite number."""
+"""Results of a step's forwards: values before the first update, metric sums, and non-finite numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlhfspec.training.modeling.log_probs import TokenLogProbs
 
 class Tally:
     def __init__(self, num_tokens: int) -> None:
-        self.is_complete = False  # all tokens of all ranks are there
+        self.is_complete = False  # has the tokens of all ranks
         self.problem: str | None = None  # the first non-finite number, and its sample
         self.log_probs = torch.zeros(num_tokens)  # [T] before the first update
         self.untempered = torch.zeros(num_tokens)  # [T] likewise, at temperature 1
@@ -28,7 +28,7 @@ class Tally:
         self._updates: dict[str, list[tuple[float, float]]] = {}  # by model: norm and learning rate of each
 
     def keep(self, tokens: Tensor, said: TokenLogProbs) -> None:
-        """Keep the numbers of these tokens, unless an update has been made."""
+        """Store the forward's values of these tokens, before any update."""
         assert not self.is_complete, "every token has been kept"
         self.log_probs[tokens] = said.log_probs.detach().cpu()
         self.untempered[tokens] = said.untempered.cpu()
@@ -36,7 +36,7 @@ class Tally:
         self.has_run[tokens] = True
 
     def share(self, ranks: Ranks) -> None:
-        """Gather on all ranks the numbers that each kept of its micro-batches."""
+        """Combine on all ranks the values that each stored."""
         if not self.is_complete:
             self.log_probs, self.untempered, self.entropy = map(
                 ranks.add, (self.log_probs, self.untempered, self.entropy)
@@ -45,7 +45,7 @@ class Tally:
             self.is_complete = True
 
     def watch(self, ids: Sequence[str], lengths: Sequence[int], numbers: Tensor, what: str) -> None:
-        """Remember the first sample with a non-finite number: ids and lengths [n], numbers [t]."""
+        """Record the first sample with a non-finite number: ids and lengths [n], numbers [t]."""
         if self.problem is None and not bool(torch.isfinite(numbers).all()):
             bad = [not bool(torch.isfinite(part).all()) for part in torch.split(numbers, list(lengths))]
             self.problem = f"{what} of sample {ids[bad.index(True)]} are not finite"
@@ -58,7 +58,7 @@ class Tally:
         self._updates.setdefault(model, []).append((update.grad_norm, update.learning_rate))
 
     def metrics(self, rollouts: Rollouts, ranks: Ranks, *, num_terms: int) -> dict[str, float]:
-        """Return the step's metrics; num_terms: tokens of all epochs that were trained."""
+        """Return the step's metrics. num_terms: trained tokens of all epochs."""
         of_ranks = ranks.gather_of_micro_batches([self._losses, self._sums, self._updates])
         losses, sums = (_added([each[place] for each in of_ranks]) for place in (0, 1))
         updates_of: dict[str, list[tuple[float, float]]] = {}

@@ -1,4 +1,4 @@
-"""The critic: a language model's trunk with a head, zero at first, that values the state before each token."""
+"""Critic model: a language model's trunk with a value head that starts at zero."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FILE = "critic.safetensors"
 
 class Critic(nn.Module):
     def __init__(self, model: Any) -> None:
-        """Add a head to the trunk of a prepared causal LM, which is trained in place."""
+        """Add a head to a prepared causal LM's trunk, which is trained in place."""
         super().__init__()
         parts = CausalLM(model)
         self.trunk = parts.trunk
@@ -47,7 +47,7 @@ class Critic(nn.Module):
 def load_critic(
     model: job.Model, *, max_context: int = 1024, stored: bool = False, ranks: Ranks | None = None
 ) -> Critic:
-    """Load a critic saved by `Critic.save`, or put a new head on a causal LM; arguments as in `load_causal_lm`."""
+    """Load a saved critic, or add a head to a causal LM. Arguments as in `load_causal_lm`."""
     path, field = (model.path, "spec.model.path") if model.critic is None else (model.critic, "spec.model.critic")
     if not (Path(path) / _FILE).exists():
         trunk = load_causal_lm(

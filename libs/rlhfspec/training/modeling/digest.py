@@ -1,4 +1,4 @@
-"""Hashes of all weights: equal digests mean equal bits, and equal checksums rule out accidental damage."""
+"""Hashes of weights. Equal digests mean equal bits; checksums detect only accidental damage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 import xxhash
 
-_MOST_THREADS = 8  # a sha256 thread does about 1.7 GB/s; eight together outrun a copy
+_MOST_THREADS = 8  # eight sha256 threads outrun a copy
 
 
 class Hash(Protocol):
@@ -42,7 +42,7 @@ def digest(state_dict: Mapping[str, torch.Tensor]) -> str:
 
 
 def checksum(state_dict: Mapping[str, torch.Tensor]) -> str:
-    """Return the xxh3_128 of all weights: faster than `digest`, but no proof against forgery."""
+    """Return the xxh3_128 of all weights, faster than `digest` but easy to forge."""
     return _hashed(state_dict, XXH3)
 
 

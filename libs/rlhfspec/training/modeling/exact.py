@@ -1,7 +1,8 @@
-"""Exactly on-policy (`training.exactOnPolicy`): the trainer's forward on the engine's kernels.
+"""Exact on-policy training (`training.exactOnPolicy`): the trainer's forward on the engine's kernels.
 
-The kernels' log-probs are, bit for bit, a function of the sequence and the weights, so the first ratio of a step is
-exactly 1. `ExactForward` needs the CPU kernels and the memory of the weights once more."""
+Log-probs then depend only on sequence and weights, bit for bit, so a step's first ratio is exactly 1. `ExactForward`
+needs the CPU kernels and twice the weights' memory.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ _BLOCK_SIZE = 16  # of the scratch keys and values; bits do not depend on it
 
 
 def check_exact(spec: job.Spec) -> None:
-    """Raise InvalidRequest for settings that exactOnPolicy cannot be combined with."""
+    """Raise InvalidRequest for settings incompatible with exactOnPolicy."""
     if not spec.training.exact_on_policy:
         return
     dropout = 0.0 if spec.model.lora is None else spec.model.lora.dropout
@@ -72,9 +73,10 @@ def check_exact(spec: job.Spec) -> None:
 
 
 class ExactForward(TorchForward):
-    """The policy's forward with the engine's bits; dtype, arithmetic and attention_split must be the engine's own.
+    """Forward of the policy with the engine's bits, given its dtype, arithmetic and attention_split.
 
-    The model must be prepared for packed rows, float32, on the CPU. Never deep-copy it afterwards."""
+    The model must be prepared for packed rows, float32, on the CPU, and never deep-copied afterwards.
+    """
 
     def __init__(
         self, model: Any, temperature: float, *, max_context: int, dtype: str = "float32", arithmetic: str = "auto",
@@ -108,7 +110,7 @@ class ExactForward(TorchForward):
             return super().hidden(batch)
 
     def weights_changed(self) -> None:
-        """Have the next forward pack the weights again. Changes in place are noticed anyway."""
+        """Repack the weights in the next forward. In-place changes are detected anyway."""
         self._packed_versions = None
 
     def _of(self, hidden: torch.Tensor, targets: torch.Tensor, entropy_gradient: bool) -> dict[str, torch.Tensor]:
@@ -161,7 +163,7 @@ class ExactForward(TorchForward):
 
     @torch.no_grad()
     def _prove(self, probes: Sequence[Probe], reference: Reference) -> None:
-        """Raise unless logits match the model's and a sequence has the same bits alone and behind another one."""
+        """Raise unless logits match the model's and do not depend on neighbouring sequences."""
         self._repack_if_changed()
         self.modules_on_kernels.guard_rows(lambda: self._answers(probes))
         alone, together = [self._answers([probe])[0] for probe in probes], self._answers(probes)
@@ -205,7 +207,7 @@ def _check_possible(model: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _AttentionRow:
-    """Attention pattern of a packed row, and the attentions to come."""
+    """Attention metadata of a packed row, and the layers still to run."""
 
     parts: tuple[RowPart, ...]
     num_tokens: int
@@ -214,7 +216,7 @@ class _AttentionRow:
 
     @classmethod
     def of(cls, parts: tuple[RowPart, ...], attentions: tuple[AttentionSpec, ...]) -> _AttentionRow:
-        """Lay out the row: KV lies at its tokens' places; an answer's slots begin with its prompt's."""
+        """Lay out KV slots in token order. An answer's slots begin with its prompt's."""
         lengths = [part.length for part in parts]
         slots = np.arange(sum(lengths), dtype=np.int32)
         own = np.split(slots, np.cumsum(lengths)[:-1])
@@ -246,7 +248,7 @@ class _Scratch:
         self._kv = self._room(0)
 
     def kv(self, num_tokens: int) -> torch.Tensor:
-        """Return [blocks, 1, 2, block size, heads, dim] for at least `num_tokens`."""
+        """Return a cache [blocks, 1, 2, block size, heads, dim] for at least `num_tokens`."""
         num_blocks = -(-num_tokens // _BLOCK_SIZE)
         if len(self._kv) < num_blocks:
             self._kv = self._room(num_blocks)

@@ -1,4 +1,4 @@
-"""Autograd functions: forward is the engine's kernel, bit for bit; backward differentiates its torch twin."""
+"""Autograd functions that run the engine's kernel forward and differentiate its torch twin."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ _ROUNDING_ARITHMETICS = ("amx", "dpbf16")
 
 
 def stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the value rounded to `dtype`, in float32; the gradient passes through unchanged."""
+    """Round values to `dtype`, kept in float32. The gradient passes unchanged."""
     return tensor if dtype == torch.float32 else _apply(_StraightThrough, tensor, dtype)
 
 
 def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: PackedLinear) -> Tensor:
-    """Run a linear layer on its kernel: x [..., K], weight [N, K] (the parameter packed in `packed`) -> [..., N]."""
+    """Run a linear layer's kernel: x [..., K], weight [N, K] as in `packed` -> [..., N]."""
     return _apply(_ExactLinear, x, weight, bias, packed)
 
 
 def exact_gated_mlp(
     x: Tensor, matrices: tuple[Tensor, Tensor, Tensor], biases: tuple[Tensor | None, ...], packed: PackedGatedMLP
 ) -> Tensor:
-    """Run a gated MLP on its kernel: x [..., H]; gate and up [I, H], down [N, I], and the biases -> [..., N]."""
+    """Run a gated MLP's kernel: x [..., H], gate and up [I, H], down [N, I], biases -> [..., N]."""
     return _apply(_GatedMLP, packed, x, *matrices, *biases)
 
 
 def exact(kernel: Callable[..., Tensor], twin: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
-    """Return kernel(*tensors) with the gradient of twin(*tensors), which the backward pass computes again."""
+    """Return kernel(*tensors) with the gradient of twin(*tensors)."""
     return _apply(_Kernel, kernel, twin, *tensors)
 
 

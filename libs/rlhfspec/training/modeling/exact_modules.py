@@ -1,4 +1,4 @@
-"""Engine kernels under the trainer's model: the modules' `forward` is replaced, its parameters and names stay."""
+"""Engine kernels in the trainer's model, whose modules keep their parameters and names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SWAPPED = (PackedExperts, PackedGatedMLP, PackedLinear, FusedRMSNorm, RowInvari
 
 
 class ExactModules:
-    """The trained model's modules on kernels. Call `repack` after every change of the parameters."""
+    """Modules of the trained model on kernels. Call `repack` after every parameter change."""
 
     def __init__(self, parts: CausalLM, precision: Precision, *, arithmetic: str, max_context: int) -> None:
         self.parts = parts
@@ -45,7 +45,7 @@ class ExactModules:
             module.forward = _forward(module, kernel, precision.of(f"{name}.weight"))
 
     def guard_rows(self, run: Callable[[], object]) -> None:
-        """Put operations whose bits depend on other rows under the engine's guard; raise for those that cannot be."""
+        """Guard operations whose bits depend on other rows, or raise if that is impossible."""
         guarded = guard_rows(self.model, self.guard, self.parts, run, name="model")
         for path, module in self._left_over(run):
             own = self._rounded_parameters(path, module)
@@ -64,7 +64,7 @@ class ExactModules:
         self.guard.forget()
 
     def _left_over(self, run: Callable[[], object]) -> Iterator[tuple[str, nn.Module]]:
-        """Yield modules without a kernel whose own parameters are stored rounded."""
+        """Yield modules without a kernel whose parameters are rounded."""
         if self._precision.usual == torch.float32:
             return
         with torch.inference_mode(), Reads() as reads:
@@ -95,7 +95,7 @@ class _ExactGuard(Guard):
 
 
 def _plain_copy(model: Any) -> Any:
-    """Copy the model, with plain layers in place of low-rank updates: only names and shapes matter."""
+    """Copy the model without LoRA, since only names and shapes matter."""
     plain = copy.deepcopy(model)
     for name, module in list(plain.named_modules()):
         if hasattr(module, "base_layer"):
@@ -144,7 +144,7 @@ def _gated_mlp_forward(module: Any, packed: PackedGatedMLP) -> Callable[..., Any
 
 
 def _experts_forward(experts: Any, packed: PackedExperts, dtype: torch.dtype) -> Callable[..., Any]:
-    """Return a forward of experts on the trained module's weights; the packed weights are current when it runs."""
+    """Return an experts forward on the trained module's weights, repacked before it runs."""
     if isinstance(activation := getattr(packed.inner, "act_fn", None), RowInvariantActivation):
         experts.act_fn.forward = _activation_forward(activation)
 
@@ -197,7 +197,7 @@ def _bias(layer: Any) -> Tensor | None:
 
 
 def _lora_scaling(model: Any) -> float | None:
-    """Return the adapters' scaling, or None without adapters. Raise InvalidRequest for a random forward."""
+    """Return the adapters' scaling, or None without adapters. Raise for unsupported ones."""
     updated = [module for module in model.modules() if hasattr(module, "base_layer")]
     for module in updated:
         if type(module.base_layer) is not nn.Linear:

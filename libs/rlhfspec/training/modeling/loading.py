@@ -1,4 +1,4 @@
-"""Loading of a job's models, refused unless packed rows give what plain Hugging Face gives for each sequence."""
+"""Loading of a job's models, verified to give plain Hugging Face results on packed rows."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ def load_policy(
     model: job.Model, *, seed: int = 0, max_context: int = _DEFAULT_CONTEXT, stored: bool = False,
     ranks: Ranks | None = None,
 ) -> Any:  # fmt: skip
-    """Load the initial policy; LoRA adapters are drawn from the seed, and only they take gradients.
-
-    stored, ranks: as in `load_causal_lm`."""
+    """Load the initial policy with seeded LoRA adapters, if any. stored, ranks: as in `load_causal_lm`."""
     policy = load_causal_lm(
         model.path, field="spec.model.path", dtype=model.dtype, max_context=max_context,
         stored=stored and model.lora is None, ranks=ranks,
@@ -48,7 +46,7 @@ def load_policy(
 
 
 def load_reference(model: job.Model, *, max_context: int = _DEFAULT_CONTEXT, stored: bool = False) -> Any:
-    """Load the frozen model, without LoRA, that the KL is measured against. stored: as in `prepared`."""
+    """Load the frozen reference model of the KL, without LoRA. stored: as in `prepared`."""
     path, field = (
         (model.path, "spec.model.path") if model.reference is None else (model.reference, "spec.model.reference")
     )
@@ -60,9 +58,10 @@ def load_causal_lm(
     path: str | Path, *, field: str, dtype: str, max_context: int = _DEFAULT_CONTEXT, only_trunk: bool = False,
     stored: bool = False, ranks: Ranks | None = None,
 ) -> Any:  # fmt: skip
-    """Load the model at `path`, a folder or a hub id; `field` names it in messages. stored: as in `prepared`.
+    """Load the model of a folder or hub id, verified on rank 0. All ranks must call this.
 
-    Every rank of `ranks` must call this. The first verifies the model; the others read only their part."""
+    field: its name in errors. stored: as in `prepared`.
+    """
     model = load_stored(path, field=field, only_trunk=only_trunk)
     options: dict[str, Any] = {"dtype": dtype, "max_context": max_context, "name": field, "stored": stored}
     if ranks is None or ranks.num_ranks == 1:
@@ -89,10 +88,10 @@ def prepared(
     model: Any, *, dtype: str = "float32", max_context: int = _DEFAULT_CONTEXT, name: str = "model",
     stored: bool = False,
 ) -> Any:  # fmt: skip
-    """Prepare a causal LM in memory for packed rows, in place, verified against plain Hugging Face in float32.
+    """Prepare a causal LM for packed rows in place, verified against plain Hugging Face in float32.
 
-    max_context: tokens of the longest sequence. stored: bfloat16 weights that will run in float32 are widened only when
-    their layer reaches its device."""
+    max_context: longest sequence in tokens. stored: bfloat16 weights become float32 only on their layer's device.
+    """
     began = time.perf_counter()
     dtype, kept_as = _types(dtype)
     max_context = within_positions(model, max_context)

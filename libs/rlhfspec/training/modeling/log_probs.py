@@ -1,4 +1,4 @@
-"""Log-probs of response tokens under log_softmax(logits / temperature); `PolicyForward` is the interface."""
+"""Log-probs of response tokens under log_softmax(logits / temperature)."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from torch.utils.checkpoint import checkpoint
 from rlhfspec.huggingface.structure.causal_lm import CausalLM
 from rlhfspec.training.modeling.packed import PackedRow, hidden_states
 
-# More logits are computed in parts, and again in the backward pass: 256 MB on a device, and what a CPU's caches hold.
+# More logits than these are computed in parts, and again in the backward pass: 256 MB, or a CPU's caches.
 LOGITS_AT_A_TIME = 1 << 26
 LOGITS_ON_A_CPU = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogProbs:
-    """Log-probs and entropy of t response tokens, float32 whatever the model computes in."""
+    """Log-probs and entropy of t response tokens, always float32."""
 
     log_probs: torch.Tensor  # [t] of the policy that is trained, with its gradient
     untempered: torch.Tensor  # [t] at temperature 1, detached
-    entropy: torch.Tensor  # [t] of the policy; carries a gradient only when that was asked for
+    entropy: torch.Tensor  # [t] of the policy; carries a gradient only if requested
 
 
 class PolicyForward(Protocol):
-    """Forward of the trained model; its parameters receive the gradients."""
+    """Interface of the trained model's forward."""
 
     def __call__(self, batch: PackedRow, *, entropy_gradient: bool = False) -> TokenLogProbs: ...
 
     def weights_changed(self) -> None:
-        """Drop everything derived from the parameters, after an optimizer step."""
+        """Drop everything derived from the parameters."""
         ...
 
 
 class TorchForward(nn.Module):
-    """Forward of the plain Hugging Face model; a module, so that sharding hooks see trunk and head in one forward."""
+    """Forward of the plain Hugging Face model, as one module for FSDP's hooks."""
 
     def __init__(self, model: Any, temperature: float) -> None:
         super().__init__()
@@ -78,6 +78,6 @@ def of_targets(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def entropy_of(log_probs: torch.Tensor) -> torch.Tensor:
-    """Return the entropy of distributions given by their log-probs: [t, vocab] -> [t]."""
-    rows = 8 if log_probs.is_cpu else max(1, len(log_probs))  # few are still in a CPU's caches when they are read again
+    """Return the entropy of each distribution from its log-probs: [t, vocab] -> [t]."""
+    rows = 8 if log_probs.is_cpu else max(1, len(log_probs))  # a few rows stay in a CPU's caches between two reads
     return torch.cat([-(part.exp() * part).sum(dim=-1) for part in torch.split(log_probs, rows)])

@@ -1,4 +1,4 @@
-"""Low-rank updates (LoRA) through peft. The engine and exports see merged weights; checkpoints only the adapters."""
+"""LoRA through peft. Engine and exports get merged weights; checkpoints hold only adapters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ADAPTER = "default"
 
 
 def add_lora(model: Any, lora: job.Lora, *, seed: int) -> None:
-    """Add adapters to the model in place: zero at first, their random half drawn from the seed."""
+    """Add seeded adapters in place, which leave the output unchanged at first."""
     from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(
@@ -57,14 +57,14 @@ def adapters(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def set_dropout(model: torch.nn.Module, on: bool) -> None:
-    """Switch the adapters' dropout; the model's own stays off."""
+    """Set the adapters' dropout. The model's own stays off."""
     for name, module in model.named_modules():
         if ".lora_dropout." in name:
             module.train(on)
 
 
 def merged_state(state_dict: Mapping[str, torch.Tensor], scaling: float) -> dict[str, torch.Tensor]:
-    """Return all weights under plain names, base + scaling * B A; the model is unchanged."""
+    """Return all weights under plain names, with base + scaling * B A merged."""
     merged: dict[str, torch.Tensor] = {}
     for name, tensor in state_dict.items():
         if is_adapter(name):

@@ -1,6 +1,7 @@
-"""Attention of a packed row in one call: torch's `varlen_attn` (FlashAttention), on a GPU in 16 bits.
+"""Attention of a packed row in one FlashAttention call, on a GPU in 16 bits.
 
-The slow twin in `packed` runs everywhere else, and where a small row's results differ."""
+The twin in `packed` runs elsewhere, and if a small row's results differ.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ Twin = Callable[..., Tensor]
 
 @dataclass(frozen=True, slots=True)
 class RowPart:
-    """Contiguous tokens of a row: a sequence, a shared prompt, or one of the answers to it."""
+    """Contiguous tokens of a row: a sequence, a shared prompt, or its answer."""
 
     length: int
     behind: int | None = None  # index of the part with the prompt that this answer continues
@@ -37,7 +38,7 @@ class _Layout:
     keys: Tensor | None
 
 
-@functools.lru_cache(maxsize=8)  # all layers of a row ask for one
+@functools.lru_cache(maxsize=8)  # all layers of a row share a layout
 def layout_of(parts: tuple[RowPart, ...], device: torch.device) -> _Layout:
     lengths = [part.length for part in parts]
     starts = [0, *accumulate(lengths)]
@@ -60,7 +61,7 @@ def layout_of(parts: tuple[RowPart, ...], device: torch.device) -> _Layout:
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, twin: Twin) -> bool:
-    """Return whether one call can compute this: query [1, H, T, D], key/value [1, Hkv, T, D]."""
+    """Return whether `attention` supports query [1, H, T, D], key/value [1, Hkv, T, D]."""
     dtype, dim = computed_in(query), query.shape[3]
     if dim != key.shape[3] or why_not(query.device, dtype, dim, value.shape[3], chunk=spec.chunk):
         return False
@@ -94,7 +95,7 @@ def attention(
 def agrees(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, has_window: bool, twin: Twin
 ) -> bool:
-    """Return whether a small row's attention equals the twin's; cached per kind of heads, run without gradients."""
+    """Return whether a small row's attention matches the twin's."""
     parts = (RowPart(5), RowPart(40), RowPart(3, 1), RowPart(17, 1), RowPart(1))
     spec = AttentionSpec(
         index=0, num_heads=heads, num_kv_heads=kv_heads, key_dim=dim, value_dim=dim, scale=dim**-0.5, softcap=0.0,

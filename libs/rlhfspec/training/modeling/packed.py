@@ -1,14 +1,14 @@
-"""Packed rows: many sequences in one row without padding. Each attends to itself only, and positions start at 0.
+"""Packed rows: sequences in one row without padding, each with its own attention and positions.
 
-    tokens     p p p r r r | p p r r r r r       prompt, response; a response's last token is never run
-    positions  0 1 2 3 4 5 | 0 1 2 3 4 5 6
-    predicting     ^ ^ ^ ^ |   ^ ^ ^ ^ ^         rows whose output predicts a response token
+    tokens     ppprrr|pprrrrr     prompt, response; a response's last token is never run
+    positions  012345|0123456
+    predicting   ^^^^| ^^^^^^     rows whose output predicts a response token
 
-Neighbours with the same prompt may share it; each answer attends to the prompt and to its own tokens:
+Neighbours may share a prompt; each answer attends to the prompt and to itself:
 
-    tokens     p p p p p | r r r | r r | r r r       one prompt, three answers
-    positions  0 1 2 3 4 | 5 6 7 | 5 6 | 5 6 7
-    predicting         ^ | ^ ^ ^ | ^ ^ | ^ ^ ^       the prompt's last row predicts the first token of every answer
+    tokens     ppppp|rrr|rr|rrr   one prompt, three answers
+    positions  01234|567|56|567
+    predicting     ^|^^^|^^|^^^   the prompt's last row predicts the first token of every answer
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PackedRow:
     token_ids: torch.Tensor  # [1, T]
     position_ids: torch.Tensor  # [1, T]
     parts: tuple[RowPart, ...]  # T tokens together
-    predicting: torch.Tensor  # [t] places in the row; a shared prompt's last one once for each of its answers
+    predicting: torch.Tensor  # [t] places in the row; a shared prompt's last place repeats for each answer
     targets: torch.Tensor  # [t] the response tokens, sequence by sequence
 
     @property
@@ -59,7 +59,7 @@ class PackedRow:
 def pack_sequences(
     prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], *, share_prompts: bool = False
 ) -> PackedRow:
-    """Pack prompts and responses in the order given. share_prompts: neighbours with the same prompt store it once."""
+    """Pack prompts and responses in order. share_prompts: store equal neighbouring prompts once."""
     row = _RowWriter()
     for prompt, answers in _groups(zip(map(tuple, prompts), responses, strict=True), share_prompts):
         row.add_group(prompt, answers)
@@ -101,7 +101,7 @@ class _RowWriter:
             self.predicting.extend((last, *range(start, start + len(answer) - 1)))
 
     def _add(self, tokens: Sequence[int], *, behind: int | None = None) -> int:
-        """Add tokens and return the place of the first. An answer of one token has no place of its own."""
+        """Add a part, unless it is empty, and return the place of its first token."""
         start = len(self.token_ids)
         if tokens:
             first = 0 if behind is None else self.parts[behind].length
@@ -123,7 +123,7 @@ def use_packed_attention(model: Any) -> None:
 
 
 def keep_spec(module: Any, spec: AttentionSpec) -> None:
-    """Store the spec on the module, so that a recomputation in the backward pass finds it too."""
+    """Store the spec on the module, where recomputation in the backward pass finds it."""
     setattr(module, _SPEC, spec)
 
 
@@ -140,7 +140,7 @@ def layout_now() -> tuple[RowPart, ...] | None:
 
 @contextmanager
 def forward_layout(parts: tuple[RowPart, ...] | None) -> Iterator[None]:
-    """Set the layout of rows run inside this context; each thread has its own."""
+    """Set the layout of rows run in this context and thread."""
     token = _layout.set(parts)
     try:
         yield
@@ -149,7 +149,7 @@ def forward_layout(parts: tuple[RowPart, ...] | None) -> Iterator[None]:
 
 
 def hidden_states(trunk: Any, batch: PackedRow) -> torch.Tensor:
-    """Return the trunk's output [t, hidden] for the rows that predict."""
+    """Return the trunk's output [t, hidden] at the predicting places."""
     with forward_layout(batch.parts):
         output = run_trunk(trunk, batch.token_ids, batch.position_ids)
     # embedding's backward adds up a row's gradients in order; index_select's on a GPU does not
@@ -159,7 +159,7 @@ def hidden_states(trunk: Any, batch: PackedRow) -> torch.Tensor:
 def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
            scaling: float | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
            dropout: float = 0.0, **keywords: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Compute attention; transformers calls this in every layer. query [1, H, T, D], key/value [1, Hkv, T, D]."""
+    """Compute attention for transformers: query [1, H, T, D], key/value [1, Hkv, T, D]."""
     refuse_unknown(module, keywords)
     parts = _layout.get()
     assert parts is not None, "packed attention outside of forward_layout"
@@ -172,7 +172,7 @@ def row_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, parts: tuple[RowPart, ...], spec: AttentionSpec,
     scale: float, softcap: float, sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Run each sequence's attention over itself. query [1, H, T, Dk], key/value [1, Hkv, T, .] -> [1, T, H, Dv]."""
+    """Compute attention by sequence: query [1, H, T, Dk], key/value [1, Hkv, T, .] -> [1, T, H, Dv]."""
     if not softcap and sinks is None and one_call.takes(query, key, value, spec, _by_parts):
         return one_call.attention(query, key, value, parts, spec, scale)
     return _by_parts(query, key, value, parts, spec, scale, softcap, sinks)
@@ -218,7 +218,7 @@ def explicit_attention(
     softcap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute `_sdpa` step by step, with what fused attention lacks: a soft cap on scores, and sinks [H]."""
+    """Compute `_sdpa` unfused, with a soft cap on scores and with sinks [H]."""
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     count, size = query.shape[2], key.shape[2]

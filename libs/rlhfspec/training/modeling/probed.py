@@ -1,4 +1,4 @@
-"""The probes of a load in one packed row, for the forwards without a cache."""
+"""Verification probes in one packed row, for forwards without a KV cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NAME = "rlhfspec_probed"
 
 
 def probes_of(model: Any, max_context: int) -> tuple[Probe, ...]:
-    """Return the model's probes, all from position 0, as the trainer has no KV cache."""
+    """Return the model's probes from position 0, as the trainer has no KV cache."""
     num_token_ids = model.get_input_embeddings().num_embeddings
     return choose_without_cache(anatomy_of(model), model.config, max_context, num_token_ids)
 
@@ -50,7 +50,7 @@ _probed: ContextVar[_Probed] = ContextVar("the packed row of probes that runs in
 
 @contextmanager
 def random_keys(model: Any, probes: Sequence[Probe], function: Callable[..., Any]) -> Iterator[None]:
-    """Make one forward's attentions call `function`, with random keys and values where the probes ask for them."""
+    """Route one forward's attention to `function`, with the probes' random keys and values."""
     starts = accumulate((len(probe.tokens) for probe in probes), initial=0)
     places = tuple(slice(start, start + probe.num_random) for start, probe in zip(starts, probes, strict=False))
     AttentionInterface.register(_NAME, _attend_probed)
@@ -67,7 +67,7 @@ def _attend_probed(module: Any, query: Any, key: torch.Tensor, value: torch.Tens
                    **keywords: Any) -> Any:  # fmt: skip
     probed = _probed.get()
     spec = next(probed.coming)
-    with not_audited():  # this is our code, not the model's
+    with not_audited():  # not the model's own code
         key, value = key.clone(), value.clone()
         for place in probed.places:
             key[:, :, place], value[:, :, place] = random_past(spec, place.stop - place.start)

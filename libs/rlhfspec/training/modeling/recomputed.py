@@ -1,4 +1,4 @@
-"""Activation checkpointing: a layer keeps only its input; the backward pass repeats its forward, bit for bit."""
+"""Activation checkpointing: layers keep only their input and rerun in the backward pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from rlhfspec.huggingface.structure.layers import layers_of
 from rlhfspec.training.modeling.packed import forward_layout, hidden_states, layout_now, pack_sequences, spec_of
 
-_SHORT, _LONG = 32, 64  # tokens of the rows that are tried
+_SHORT, _LONG = 32, 64  # tokens of the test rows
 
 
 def recompute(trunk: nn.Module) -> None:
@@ -23,12 +23,12 @@ def recompute(trunk: nn.Module) -> None:
 
 
 def same_row() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return torch.checkpoint's contexts for a forward and its repetition, which may run in another thread."""
+    """Return checkpoint contexts for a forward and its rerun, possibly in another thread."""
     return nullcontext(), forward_layout(layout_now())
 
 
 def activation_bytes(trunk: nn.Module, num_tokens: int) -> int | None:
-    """Return the bytes that the trunk keeps for the backward pass, or None if they grow faster than linearly."""
+    """Return the trunk's activation bytes, or None if they grow faster than linearly."""
     specs = filter(None, map(spec_of, trunk.modules()))
     if any(spec.softcap or spec.has_sinks for spec in specs):
         return None
@@ -42,11 +42,11 @@ def _bytes_of_row(trunk: nn.Module, num_tokens: int) -> int:
 
 
 def bytes_kept(run: Callable[[], Any]) -> int:
-    """Return the bytes that a forward keeps for its backward pass, without those that exist anyway."""
+    """Return the bytes that a forward saves for its backward pass, without parameters."""
     kept: dict[int, torch.UntypedStorage] = {}  # alive, so that no other storage reuses the address
 
     def count(tensor: torch.Tensor) -> None:
-        """Count a saved tensor but keep only its storage: its graph would hold all weights."""
+        """Record only a saved tensor's storage, since its graph would hold all weights."""
         storage = tensor.untyped_storage()
         if not (tensor.is_leaf and tensor.requires_grad):
             kept[storage.data_ptr()] = storage

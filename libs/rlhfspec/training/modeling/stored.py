@@ -1,4 +1,4 @@
-"""Tensors in files, whole or as shares of several ranks, read only as far as needed."""
+"""Tensors in files, whole or in shares of ranks, read only as needed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Place = tuple[int, ...]  # a number for each dimension
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """Range of a rank's part of a tensor along the dimension by which layers are cut."""
+    """Range of a tensor parallel rank's part along the cut dimension."""
 
     dim: int
     start: int
@@ -31,7 +31,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class PartOf:
-    """A rank's part of a weight that ranks cut, or of its optimizer state."""
+    """A tensor parallel rank's part of a weight or of its optimizer state."""
 
     tensor: Tensor
     share: Share
@@ -76,7 +76,7 @@ class StoredTensor:
         return self.cut((0,) * len(self.shape), self.shape)
 
     def cut(self, start: Place, shape: Place) -> Tensor:
-        """Read the block of `shape` from `start` on, on the host; files without a part of it are not read."""
+        """Read the block at `start` to the host, from only the files needed."""
         result: Tensor | None = None
         for piece, within, at, size in self._overlaps(start, shape):
             part = self._read(piece, within, size)
@@ -91,7 +91,7 @@ class StoredTensor:
         )
 
     def _overlaps(self, start: Place, shape: Place) -> Iterator[tuple[Piece, Place, Place, Place]]:
-        """Yield each overlapping piece, the overlap's start in the piece and in the result, and its shape."""
+        """Yield each overlapping piece, the overlap's start in piece and result, and its shape."""
         for piece in self.pieces:
             first = tuple(map(max, start, piece.start))
             size = tuple(
@@ -134,7 +134,7 @@ def is_shared(tensor: DTensor) -> bool:
 
 
 def place_of(tensor: Tensor, share: Share | None = None) -> tuple[Place, Place]:
-    """Return where this rank's part begins in the whole, and its shape."""
+    """Return the start of this rank's part in the whole, and its shape."""
     shape, start = tuple(tensor.shape), (0,) * tensor.ndim
     if isinstance(tensor, DTensor):
         found = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

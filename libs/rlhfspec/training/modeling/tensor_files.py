@@ -26,9 +26,10 @@ def write_tensors(
     notes: Mapping[str, str] | None = None,
     wrote: Callable[[list[str], int, int], None] | None = None,
 ) -> None:
-    """Write tensors and text notes, down to the disk; `path` must not be read before this returns.
+    """Write tensors and text notes to disk. Do not read `path` before this returns.
 
-    wrote: called after each tensor with its names, start byte and end byte."""
+    wrote: callback after each tensor with its names, start byte and end byte.
+    """
     stored, same_as = unshared(tensors)
     header = _header(stored, {**(notes or {}), SAME_AS: json.dumps(same_as)})
     try:
@@ -46,7 +47,7 @@ def write_tensors(
 
 
 def _in_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Sort by element size, largest first, so that each tensor is aligned."""
+    """Sort names by element size, largest first, for alignment."""
     return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
 
 
@@ -63,7 +64,7 @@ def _header(tensors: Mapping[str, torch.Tensor], notes: Mapping[str, str]) -> by
 
 
 def _write_bytes(file: BinaryIO, tensor: torch.Tensor) -> None:
-    """Write a tensor's bytes: without a copy from the host, in chunks from a device."""
+    """Write a tensor's bytes, from a device in chunks."""
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     for start in range(0, flat.numel(), _CHUNK_BYTES):
         file.write(flat[start : start + _CHUNK_BYTES].cpu().numpy().data)
@@ -81,7 +82,7 @@ def read_noted(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 
 def unshared(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors that share no memory, and the name under which each of the others is stored."""
+    """Return the distinct tensors, and the stored name of each alias."""
     stored: dict[str, torch.Tensor] = {}
     same_as: dict[str, str] = {}
     first: dict[tuple[object, ...], str] = {}

@@ -1,4 +1,4 @@
-"""Tensor parallel training: each rank holds a part of every layer, cut as in the generator, with gradients.
+"""Tensor parallel training, with layers cut as in the generator.
 
     colwise     input is the same on all ranks        <- its gradient is all-reduced
     rowwise     outputs are all-reduced               <- all have the gradient
@@ -6,7 +6,8 @@
     head        parts are gathered to all logits      <- each takes its part of the gradient
     q_norm      each rank norms its own heads         <- the weight's gradient is all-reduced
 
-Activations between layers, the loss, and gradients of replicated weights have the same bits on all ranks."""
+Activations between layers, the loss and replicated gradients have the same bits on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +34,14 @@ from rlhfspec.huggingface.cutting import (
 )
 from rlhfspec.training.modeling.stored import Share
 
-_ATTRIBUTE = "rlhfspec_shares"  # on a module: which part of its weights this rank has
+_ATTRIBUTE = "rlhfspec_shares"  # on a module: this rank's shares of its weights
 
 
 def cut(model: Any, group: Ranks | None, *, field: str) -> None:
-    """Keep this rank's part of a model that every rank of the group has whole, in place.
+    """Cut a whole model in place to this rank's part.
 
-    Raise InvalidRequest for a model without a plan, or whose heads or widths the number of ranks does not divide."""
+    Raise InvalidRequest if the model has no plan or its sizes are not divisible by the ranks.
+    """
     if group is None:
         return
     kind = type(model).__name__
@@ -48,7 +50,7 @@ def cut(model: Any, group: Ranks | None, *, field: str) -> None:
     for path, style in styles.items():
         if style in (BY_COLUMNS, BY_ROWS, JOINED) and not isinstance(modules[path], nn.Linear):
             raise InvalidRequest(field, kind, f"cannot be cut to train: {path} is no linear layer")
-    made: dict[int, nn.Parameter] = {}  # tied ones stay so
+    made: dict[int, nn.Parameter] = {}  # keeps tied weights tied
     spread = _Spread(group)
     for path, style in styles.items():
         _lay_out(modules[path], style, group, spread)
@@ -99,7 +101,7 @@ def _lay_out(module: Any, style: str, group: Ranks, spread: _Spread) -> None:
 
 
 def _rows(module: nn.Linear, group: Ranks) -> Callable[[Tensor], Tensor]:
-    """Return a row-parallel forward; the bias is replicated and added once."""
+    """Return a row-parallel forward, which adds the replicated bias once."""
 
     def forward(hidden: Tensor) -> Tensor:
         part = functional.linear(hidden, module.weight)
@@ -131,7 +133,7 @@ def _adding_gradients(group: Ranks) -> Callable[[nn.Module, Any], None]:
 
 
 class _Spread:
-    """Input of column-parallel layers; layers that read the same input share one all-reduce of its gradient."""
+    """Input hook of column-parallel layers. Layers of one input share an all-reduce of its gradient."""
 
     def __init__(self, group: Ranks) -> None:
         self._group = group

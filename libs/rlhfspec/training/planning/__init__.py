@@ -1,1 +1,1 @@
-"""Estimate of a job's GPU memory from its models' configurations, before a weight is read."""
+"""Estimate of a job's GPU memory from model configurations alone."""

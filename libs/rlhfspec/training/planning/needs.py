@@ -1,20 +1,17 @@
-"""GPU bytes of a process by role; a test compares the formulas with torch's FakeTensor.
+"""GPU memory by role, with formulas tested against torch's FakeTensor.
 
-    trainer    (weights + gradients + optimizer) / ranks + gathered + activations; tensorParallel divides all of a layer
-               but the tensors between layers (h)
-    generator  weights + KV + 2 forwards, as `engine/forward/memory.py` measures them
+    trainer    (weights + gradients + optimizer) / ranks + gathered + activations; tensorParallel divides all but h
+    generator  weights + KV + 2 forwards (`engine/forward/memory.py`)
     scorer     weights + KV of cached prompts + a forward
 
-h is the model's width, i the MLP's, q and v those of queries and of keys with values. For its backward pass, a layer of
-two norms keeps per token:
+With widths h (model), i (MLP), q (queries) and v (keys and values), a layer of two norms keeps for each token:
 
     float32                    24 h + 4 (3 q + v) + 16 i + 4 heads
     bfloat16                   16 h + 2 (3 q + v) +  8 i + 4 heads
     float32, autocast bf16     26 h + 2 (3 q + v) +  8 i + 4 heads     and the weights once more, in bfloat16
 
-Normed queries and keys add 6 or 8 times their width. A recomputed layer keeps its input alone. The head adds its
-gradient, the previous part's, and their sum; or, where ranks hold parts of it, logits of as many tokens as
-`modeling.log_probs` takes at a time, four times in the forward pass and three times in the backward pass.
+Normed queries and keys add 6 or 8 times their width. A recomputed layer keeps only its input. The head adds three
+gradients, or if larger the logits of one part (`modeling.log_probs`), four times forward and three times backward.
 """
 
 from __future__ import annotations
@@ -50,7 +47,7 @@ class Needs:
 
 
 def needs_of(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int, workers: dict[str, int]) -> list[Needs]:
-    """Return the needs of all roles, in order of GPU assignment. shapes: by field of spec.model; workers: by stage."""
+    """Return all roles' needs in order of GPU assignment. shapes: by spec.model field. workers: by stage."""
     found = [trainer(spec, shapes, gpu_bytes), generator(spec, shapes, gpu_bytes, workers["generator"])]
     for stage in ("reference", "critic"):
         if workers.get(stage):
@@ -66,7 +63,7 @@ def trainer(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int) -> Ne
         (policy, spec.training.optimizer),
         *([(critic, spec.training.critic_optimizer)] if spec.algorithm.entry.has_critic else []),
     ]
-    if len(models) == 2 and spec.training.fuse == "auto" and ranks == 2 and parallel == 1:  # one of the two on each
+    if len(models) == 2 and spec.training.fuse == "auto" and ranks == 2 and parallel == 1:  # one model per rank
         models, ranks = models[:1], 1
     parts = dict.fromkeys(("weights", "gradients", "optimizer", "gathered"), 0)
     trained = 0
@@ -96,7 +93,7 @@ def _is_mixed(spec: job.Spec) -> bool:
 
 
 def _gathered(spec: job.Spec, shape: ModelShape, size: int) -> int:
-    """Return the bytes that FSDP2 gathers at a time: embedding and head, the running layer and the next one."""
+    """Return the bytes that FSDP2 gathers at once: embedding, head and two layers."""
     return shape.root_parameters * size + 2 * shape.block_parameters * (2 if _is_mixed(spec) else size)
 
 
@@ -119,16 +116,17 @@ def activations(spec: job.Spec, shape: ModelShape, num_tokens: int, *, again: bo
 def layer_bytes_a_token(shape: ModelShape, size: int, *, mixed: bool) -> int:
     """Return a layer's activation bytes per token. mixed: bfloat16 products, float32 weights."""
     a_norm = 8 if mixed or size == 4 else 6  # the input in float32, and the normed input
-    inputs = 5 * size if mixed else 2 * size  # of products: in autocast each of them has a copy
+    inputs = 5 * size if mixed else 2 * size  # of matrix products; under autocast each has a copy
     norms = (shape.num_norms * a_norm + inputs) * shape.hidden + (4 + size) * shape.normed_width
     attention = size * (3 * shape.query_width + shape.kv_width) + 4 * shape.num_heads
     return norms + attention + 4 * size * shape.inner
 
 
 def generator(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int, count: int) -> Needs:
-    """Return the needs of a generator: KV fills its part of the GPU, up to what all its sequences can use.
+    """Return a generator's needs. KV fills its part of the GPU, up to what all sequences use.
 
-    Tensor parallel processes share the policy's weights and KV heads; only the first holds the drafter."""
+    Tensor parallel processes divide weights and KV heads; only the first holds the drafter.
+    """
     processes = spec.num_processes("generator")
     size, generation = BYTES[spec.generation.dtype], spec.generation
     models = [(shapes["path"], processes), *([(shapes["drafter"], 1)] if "drafter" in shapes else [])]
@@ -154,7 +152,7 @@ def scorer(spec: job.Spec, shape: ModelShape, stage: str, count: int) -> Needs:
 
 
 def _forward(shape: ModelShape, size: int, num_sequences: int) -> int:
-    """Return the bytes of a prefill chunk plus a tree for every sequence: one layer's tensors, logits and samples."""
+    """Return the bytes of one forward: a prefill chunk plus a tree per sequence."""
     logits = max(num_sequences * _TREE_ROWS, min(_PREFILL_ROWS, (1 << 26) // shape.vocab_size))
     rows = _PREFILL_ROWS + num_sequences * _TREE_ROWS
     a_layer = rows * size * (3 * shape.hidden + 2 * shape.inner + 2 * shape.query_width + shape.kv_width)
@@ -176,7 +174,7 @@ def sum_of(needs: Needs) -> str:
     return f"{parts} = {needs.total / 1e9:.1f} GB"
 
 
-# Vendors' GB; a driver reports a few percent more, which is left to it and to NCCL.
+# Vendors' GB. Drivers report a few percent more, which is left to the driver and NCCL.
 KNOWN = {
     "a10g": 24, "l4": 24, "v100": 32, "a100-40gb": 40, "l40s": 48, "a100": 80, "h100": 80, "h200": 141, "b200": 180,
     "mi300x": 192,
@@ -201,7 +199,7 @@ def memory_of(given: str) -> int:
 
 
 def weights_seconds(num_bytes: int) -> Iterator[tuple[str, float]]:
-    """Yield each way of sending weights and its seconds from the trainer to a generator.
+    """Yield each weight transfer and its seconds from trainer to generator.
 
     >>> [f"{way} {seconds:.0f} s" for way, seconds in weights_seconds(16_060_000_000)]
     ['file 32 s', 'grpc 58 s']

@@ -1,4 +1,4 @@
-"""A model's sizes from its configuration, found by building the model on torch's meta device."""
+"""Model sizes from a configuration, by building the model on torch's meta device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ModelShape:
     hidden: int
     num_norms: int  # of a layer, over the width of the model
     normed_width: int  # of queries and keys, where they are normed too
-    inner: int  # of the MLP: of all that a token runs, where it is a mixture
+    inner: int  # of the MLP; in a mixture, of all active experts
     num_heads: int
     query_width: int  # heads x their size
     kv_width: int  # keys and values of a token in a layer: 2 x heads x their size
@@ -39,7 +39,7 @@ class ModelShape:
         return self.vocab_size * self.hidden
 
     def part(self, count: int) -> ModelShape:
-        """Return the shape of one rank's part where `count` ranks cut each layer."""
+        """Return the shape of one of `count` tensor parallel parts."""
         cut = ("num_parameters", "block_parameters", "normed_width", "inner", "num_heads", "query_width", "kv_width")
         parts = {name: getattr(self, name) // count for name in (*cut, "vocab_size")}
         return replace(self, **parts)
@@ -50,7 +50,7 @@ class ModelShape:
 
 
 def shape_at(path: str, *, field: str) -> ModelShape:
-    """Return the shape of the model in a folder or hub id, reading only the configuration."""
+    """Return a model's shape from the configuration at a folder or hub id."""
     from transformers import AutoConfig
 
     try:

@@ -1,1 +1,1 @@
-"""Scores of samples: rewards, reference log-probs, critic values. Each number depends on the sample alone."""
+"""Sample scores: rewards, reference log-probs, critic values. Each depends on its sample alone."""

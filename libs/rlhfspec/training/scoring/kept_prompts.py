@@ -1,4 +1,4 @@
-"""LRU cache of whole prompts in a scorer's KV blocks, so that a prompt's answers run it once."""
+"""LRU cache of prompts in a scorer's KV blocks, shared by their answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LEAST_TOKENS = 64  # a shorter prompt is run with its answer, as an extra forwar
 
 
 class KeptPrompts:
-    """Cache whose caller takes blocks, then keeps a prompt in them or gives them back."""
+    """Prompt cache. Callers `take` blocks, then `keep` a prompt in them or `give_back`."""
 
     def __init__(self, *, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
@@ -40,7 +40,7 @@ class KeptPrompts:
         return -(-num_tokens // self.block_size)
 
     def take(self, num_tokens: int) -> list[int]:
-        """Take blocks for `num_tokens` tokens, evicting the least recently used prompts where needed."""
+        """Allocate blocks for `num_tokens`, evicting least recently used prompts."""
         count = self.count(num_tokens)
         while len(self._free) < count:
             assert self._blocks, f"{count} blocks of {self.num_blocks} are wanted, and the others are taken"

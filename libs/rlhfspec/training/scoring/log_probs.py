@@ -1,7 +1,8 @@
-"""Log-probs of a response under a fixed model, each a pure function of the sample: the reference's part in KL.
+"""Log-probs of responses under the fixed reference model, each a pure function of its sample.
 
-Sequences run on the engine's kernels, so an exactly on-policy trainer at version 0 gets the same bits. Prompt and
-answer always run apart, so that a cached prompt and a new one give the same bits."""
+Sequences run on the engine's kernels, so an exact on-policy trainer at version 0 gets the same bits. Prompt and answer
+run separately, so that caching changes no bits.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +35,11 @@ _LOGITS_AT_A_TIME = 1 << 26  # 256 MB in float32
 
 
 class LogProbScorer:
-    """Scorer under one model that never changes. Calls from several threads are serialised.
+    """Thread-safe scorer of a fixed model, which is modified in place.
 
-    model: modified in place. temperature: of the trained policy. dtype, arithmetic: the generating engine's.
-    max_context: tokens of prompt and response. keep_prompts: for prompts with several answers."""
+    temperature: of the policy. dtype, arithmetic: as in the engine. max_context: tokens of prompt and response.
+    keep_prompts: cache prompts with several answers.
+    """
 
     def __init__(
         self,
@@ -59,11 +61,11 @@ class LogProbScorer:
         self.at_once = self._rows.at_once
 
     def log_probs(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> list[float]:
-        """Return the log-prob of every response token. Raise NumericalError when one is not finite."""
+        """Return the response tokens' log-probs. Raise NumericalError if one is not finite."""
         return one_of(self.log_probs_of([(prompt_token_ids, token_ids)]))
 
     def log_probs_of(self, pairs: Sequence[Pair]) -> list[Scored]:
-        """Return the log-probs of several pairs, ideally `at_once`; an error is that pair's own result."""
+        """Return log-probs or an error for each pair, ideally `at_once` pairs."""
         return self._rows.numbers_of(
             pairs, lambda logits, ids: gumbel.token_log_probs(logits, ids, self.temperature), "reference log-prob"
         )
@@ -72,7 +74,7 @@ class LogProbScorer:
 def log_probs_reference(
     model: Any, prompt_token_ids: Sequence[int], token_ids: Sequence[int], temperature: float
 ) -> list[float]:
-    """Compute the log-probs with plain Hugging Face, one sequence a forward: the slow reference."""
+    """Compute log-probs with plain Hugging Face, as a slow reference."""
     tokens = torch.tensor([[*prompt_token_ids, *token_ids]])
     with torch.inference_mode():
         logits = model(input_ids=tokens, use_cache=False).logits[0].double() / temperature
@@ -81,7 +83,7 @@ def log_probs_reference(
 
 
 class SequenceRows:
-    """Model on the engine's kernels that returns the output rows which predict a response's tokens."""
+    """Model on the engine's kernels that evaluates the output rows of response tokens."""
 
     def __init__(
         self, model: Any, name: str, *, max_context: int, dtype: str, arithmetic: str, device: str, keep_prompts: bool
@@ -93,7 +95,7 @@ class SequenceRows:
         num_blocks = -(-max_context // _BLOCK_SIZE) + 1  # prompt and answer each begin a block
         self.max_context = max_context
         self._keep_prompts = keep_prompts
-        self._lock = threading.Lock()  # one cache
+        self._lock = threading.Lock()  # guards the cache
         on_cpu = torch.device(device).type == "cpu"
         self.runner = ModelRunner(
             model,
@@ -124,9 +126,10 @@ class SequenceRows:
     def numbers_of(
         self, pairs: Sequence[Pair], read: Callable[[torch.Tensor, IntArray], torch.Tensor], what: str
     ) -> list[Scored]:
-        """Return read(output rows [n, width], the tokens [n] that they predict) -> [n] for each response.
+        """Return read(output rows [n, width], predicted tokens [n]) -> [n] for each response.
 
-        A response with a non-finite number gives NumericalError, in which `what` names the numbers."""
+        Non-finite numbers give a NumericalError that names `what`.
+        """
         results: list[Scored] = [[] for _ in pairs]
         asked = []
         for place, pair in enumerate(pairs):
@@ -139,11 +142,11 @@ class SequenceRows:
                 for each, numbers in zip(together, self._run(together, read), strict=True):
                     results[each.place] = finite(numbers, what)
                 if any(isinstance(results[each.place], NumericalError) for each in together):
-                    self._kept.clear()  # any kept prompt may hold the numbers that are not finite
+                    self._kept.clear()  # any kept prompt may hold the non-finite numbers
         return results
 
     def _batches(self, asked: list[_Asked]) -> Iterator[list[_Asked]]:
-        """Yield as many in order as there are blocks for; a shared prompt counts once."""
+        """Yield batches, in order, that fit the KV blocks. A shared prompt counts once."""
         together: list[_Asked] = []
         left, prompts = 0, set[bytes]()
         for each in asked:
@@ -184,7 +187,7 @@ class SequenceRows:
         return torch.split(numbers, [len(each.tokens) - each.first for each in together])
 
     def _prompt(self, row: int, prompt: IntArray) -> list[_Piece]:
-        """Return the pieces of a prompt to run, and map its slots; afterwards its KV is in these slots."""
+        """Map a prompt's slots and return its pieces to run, none if cached."""
         held = self._kept.find(prompt)
         blocks = self._kept.take(len(prompt)) if held is None else held
         self._place(row, 0, blocks)
@@ -203,9 +206,10 @@ class SequenceRows:
         self._slot_table[row, position : position + len(slots)] = slots
 
     def _checked(self, prompt: Sequence[int], response: Sequence[int]) -> tuple[IntArray, IntArray, int]:
-        """Return the tokens to run, each token's target, and the first place to read: the prompt's last token.
+        """Return the tokens to run, their targets, and the first place to read.
 
-        The response's last token predicts nothing; before the first place targets are -1."""
+        The last token is not run. Targets before the first place are -1.
+        """
         if not prompt or not response:
             raise InvalidRequest("token_ids", [list(prompt), list(response)], "prompt and response must not be empty")
         size = len(prompt) + len(response)

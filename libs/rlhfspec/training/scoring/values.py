@@ -1,4 +1,4 @@
-"""The critic's values of a response, on the engine's kernels, with the guarantees of `log_probs`."""
+"""Critic values of responses on the engine's kernels, with the guarantees of `log_probs`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlhfspec.training.scoring.log_probs import Pair, Scored, SequenceRows, one_
 
 
 class ValueScorer:
-    """Scorer under a copy of the critic's current weights; calls of several threads are serialised."""
+    """Thread-safe scorer of a copy of the critic."""
 
     def __init__(
         self, critic: Critic, *, max_context: int, version: int = 0, device: str = "cpu", keep_prompts: bool = True
@@ -39,7 +39,7 @@ class ValueScorer:
         return self._rows.numbers_of(pairs, lambda output, _: output[:, 0], "critic value")
 
     def load_weights(self, state_dict: dict[str, torch.Tensor], version: int) -> None:
-        """Load the trained critic's `state_dict()`. Raise WeightsVersionError if it is older than the loaded one."""
+        """Load a critic's `state_dict()`. Raise WeightsVersionError if it is older than the loaded one."""
         if version < self.version:
             raise WeightsVersionError(version, self.version, "the critic's weights are older than the loaded ones")
         self._rows.load_weights(state_dict)
@@ -47,9 +47,7 @@ class ValueScorer:
 
 
 class ScoredCritic(nn.Module):
-    """Copy of the critic called as a causal LM: its logits are the value.
-
-    The head is random, as the proof at load would miss errors behind a head of zeros."""
+    """Critic copy as a causal LM, with a random head because zeros would hide errors from verification."""
 
     def __init__(self, critic: Critic) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Transfer of weights from the trainer to the generators: versions are put, announced and fetched."""
+"""Weight transfer from trainer to generators: versions are put, announced and fetched."""
 
 from rlhfspec.training.weights.base import StateDict, WeightStore, newest_kept
 from rlhfspec.training.weights.file import FileWeightStore

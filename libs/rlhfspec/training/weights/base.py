@@ -1,4 +1,4 @@
-"""Interface of weight transfer from the trainer: put once a step, announced as a record, fetched."""
+"""Interface of weight stores, from which generators fetch the trainer's versions."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ class StorePlace:
 
 
 class WeightStore(Protocol):
-    """Store of the newest `keep` versions of each role in a run. Thread-safe."""
+    """Thread-safe store of the newest `keep` versions of each role."""
 
     def put(self, job: str, role: Role, version: int, state_dict: StateDict) -> Weights:
-        """Copy a version's tensors, keep it, and return the record to publish.
+        """Store a copy of a version and return the record to publish.
 
-        Later versions stay, since a trainer that returned to a checkpoint puts older ones again."""
+        Later versions stay, since a resumed trainer puts older ones again.
+        """
         ...
 
     def get(self, record: Weights) -> dict[str, torch.Tensor]:
-        """Return the tensors as they were put. Never change them: load them into a module.
+        """Return the stored tensors, which must not be modified.
 
-        Raise WeightsVersionError for a version that is not kept, StorageError if it does not match the record's
-        digest."""
+        Raise WeightsVersionError if the version is not kept, StorageError if its digest differs.
+        """
         ...
 
 
@@ -58,9 +59,7 @@ def refuse_other(place: object, found: str, record: Weights) -> None:
 
 
 def newest_kept(store: WeightStore, records: Iterable[Weights]) -> tuple[Weights, dict[str, torch.Tensor]] | None:
-    """Return the newest of these versions with its tensors, or None if there is none or a newer one has replaced it.
-
-    A busy reader thus skips versions, as the newer record is on its way."""
+    """Return the newest version with its tensors, or None without records or if it is already replaced."""
     newest = max(records, key=lambda record: record.version, default=None)
     if newest is None:
         return None

@@ -1,8 +1,9 @@
-"""Weights between processes that share a file system: one safetensors file a version, renamed into place.
+"""Weight store on a shared file system: one safetensors file per version, renamed into place.
 
-Readers map the file, which stays whole for them after it is unlinked. They use no tensor before the noted digest
-(sha256) matches the record and all bytes match the noted checksum (xxh3_128), or all bytes match the record's digest.
-Checksums can be forged, so writers in the folder are trusted."""
+Readers map the file, which stays valid after it is unlinked. They check the noted sha256 against the record and the
+noted xxh3_128 against the bytes, or else the bytes' own sha256 against the record. An xxh3_128 can be forged, so
+writers in the folder are trusted.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ class FileWeightStore:
     def put(self, job: str, role: Role, version: int, state_dict: StateDict) -> Weights:
         path = self._path(job, role, version)
         gone = [old for old in retired({*self._kept(job, role), version}, self._keep) if old != version]
-        self._remove(self._path(job, role, old) for old in gone)  # first, so that the new one can have their memory
+        self._remove(self._path(job, role, old) for old in gone)  # first, to free their memory for the new one
         self._remove(self._numbered(job, role, WRITING))
         writing = path.with_suffix(f".{os.getpid()}{WRITING}")
         try:
@@ -99,7 +100,7 @@ class FileWeightStore:
 
 
 def _written(path: Path, state_dict: StateDict) -> list[str]:
-    """Write tensors, a device's with one copy to the host, and return the file's digest and checksum."""
+    """Write tensors, hash them meanwhile, and return the file's digest and checksum."""
     found: dict[str, Future[tuple[bytes, bytes]]] = {}
     with hashing_threads() as threads:
 

@@ -1,4 +1,4 @@
-"""Weights between machines: receivers fetch versions over gRPC from the trainer's memory, or else from a peer."""
+"""Weight store over gRPC: receivers fetch versions from the trainer's memory or from a peer."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ _FETCH_SECONDS = 60.0  # long enough for a restart of the trainer
 
 
 class GrpcWeightStore:
-    """Store of weights served over gRPC; without `trainer_address` it is the trainer's own.
+    """Store of weights served over gRPC. Without `trainer_address`, it is the trainer's own.
 
-    `trainer_address`: current host:port, or None while unknown. `peer_addresses`: other processes that may have
-    versions. `credentials`: for TLS. `server_name`: name in all certificates, if not the address. `readers`: roles in
-    certificates that may fetch, None for all. `max_bytes`: of one version; the machine's memory by default."""
+    `trainer_address`: current host:port, None while unknown. `peer_addresses`: processes that may have versions.
+    `credentials`: for TLS. `server_name`: name in certificates, if not the address. `readers`: certificate roles that
+    may fetch, None for all. `max_bytes`: limit per version, by default the machine's memory.
+    """
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class GrpcWeightStore:
         self._server.add_to(server)
 
     def close(self) -> None:
-        """End every wait in `get` with a WeightsVersionError within a second. The owner stops the server."""
+        """End waits in `get` with a WeightsVersionError within a second."""
         self._closed.set()
 
     def put(self, job: str, role: Role, version: int, state_dict: StateDict) -> Weights:
@@ -80,7 +81,7 @@ class GrpcWeightStore:
         return packed.tensors()
 
     def _fetched(self, key: Key, record: Weights) -> PackedWeights:
-        """Fetch a version; threads that want the same one share the fetch."""
+        """Fetch a version once for all threads that want it."""
         if self._trainer_address is None:
             raise not_kept(record, self._kept.newest(record.job, record.role))
         fetch = Fetch(

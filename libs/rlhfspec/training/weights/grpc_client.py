@@ -1,4 +1,4 @@
-"""Client that takes a version of weights from one address; `grpc_fetch` chooses the address."""
+"""gRPC client that takes a version of weights from one address."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ OPTIONS = (
 class FetchOutcome:
     """Result of one attempt. `packed`: only for `whole`. `wrong`: bytes or header do not match the record.
 
-    `other`: a version of another digest. `have`: newest version of a process that lacks this one."""
+    `other`: the version has another digest. `have`: newest version at an address that lacks this one.
+    """
 
     kind: Literal["whole", "missing", "busy", "failed", "wrong", "other"]
     problem: str = ""
@@ -50,7 +51,7 @@ def channel_to(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpcWeightClient:
-    """Client of one process. A stream ends after `stall_seconds` of silence, and when `closed` is set."""
+    """Client whose streams end after `stall_seconds` of silence or when `closed` is set."""
 
     credentials: grpc.ChannelCredentials | None
     server_name: str | None
@@ -100,7 +101,7 @@ class GrpcWeightClient:
 
     @contextmanager
     def _watched(self, call: grpc.Call) -> Iterator[_Watch]:
-        """Cancel the call when the other side is silent for too long, as a read has no timeout of its own."""
+        """Cancel the call if the server is silent too long, since reads have no timeout."""
         watch, clock = _Watch(), AwakeClock()
 
         def run() -> None:

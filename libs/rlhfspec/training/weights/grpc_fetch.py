@@ -14,13 +14,14 @@ from rlhfspec.training.weights.packed import PackedWeights
 log = logging.getLogger(__name__)
 _RETRY_SECONDS = 0.1
 MAX_WRONG = 3  # attempts with bytes that do not match the record
-BUSY = 10  # factor of the patience with a busy trainer
+BUSY = 10  # factor of `wait_seconds` for a busy trainer
 
 
 class Fetch:
-    """One fetch. `peer_addresses`: processes asked for versions that the trainer lacks, as after a resume.
+    """Fetch from the trainer, or from peers for versions that it lacks.
 
-    No attempt begins later than `wait_seconds` after the first, or `BUSY` times that if the trainer is busy."""
+    No attempt begins later than `wait_seconds` after the first, or `BUSY` times that with a busy trainer.
+    """
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class Fetch:
         raise self._error(f"could not be had: {self._problem}")
 
     def _from_trainer(self) -> FetchOutcome | None:
-        """Ask the trainer; return None where peers should be asked."""
+        """Fetch from the trainer, or return None if peers should be tried."""
         address = self._trainer_address()
         if address is None:
             return None

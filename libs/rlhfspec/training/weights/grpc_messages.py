@@ -1,4 +1,4 @@
-"""Messages of `/rlhfspec.Weights/Get`: a request, an answer, and for `weights` the header and the buffer in pieces."""
+"""Messages of `/rlhfspec.Weights/Get`: request, answer, then header and buffer pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Server of a process's versions of weights, for authorised readers."""
+"""gRPC server of a process's weight versions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_STREAMS = 4  # at once: each holds a thread of the server, which health chec
 
 
 class GrpcWeightServer:
-    """gRPC handler of weights. `readers`: names in certificates that may fetch; None: all."""
+    """gRPC handler of weights. `readers`: certificate names that may fetch, None for all."""
 
     def __init__(self, kept: KeptVersions, *, readers: Collection[str] | None = None) -> None:
         self._kept = kept
@@ -83,7 +83,7 @@ Key = tuple[str, Role, int]  # job, role, version
 
 
 class KeptVersions:
-    """The newest `keep` versions of each job's role, and their reusable memory."""
+    """Cache of the newest `keep` versions of each job's role, with reusable memory."""
 
     def __init__(self, keep: int) -> None:
         assert keep >= 1
@@ -101,7 +101,7 @@ class KeptVersions:
             return max(self._numbers(job, role), default=0)
 
     def make_room(self, key: Key) -> None:
-        """Drop the versions that this one will replace, so that it can reuse their memory."""
+        """Drop versions that this one will replace, to reuse their memory."""
         job, role, coming = key
         with self._lock:
             for old in retired({*self._numbers(job, role), coming}, self._keep):

@@ -1,4 +1,4 @@
-"""Weights within one process: copied when put, shared by all readers."""
+"""Weight store within one process: copied when put, shared by readers."""
 
 from __future__ import annotations
 

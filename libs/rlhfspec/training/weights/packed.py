@@ -1,4 +1,4 @@
-"""One version's tensors packed into one buffer in name order, and the header that describes them."""
+"""A version's tensors packed into one buffer in name order, and their header."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class WeightsHeader(WeightsMessage):
 
     @classmethod
     def parse(cls, content: bytes, *, max_bytes: int) -> WeightsHeader:
-        """Parse and check a header before anything is allocated. Raise MalformedRecord with a reason."""
+        """Parse and check a header before any allocation. Raise MalformedRecord if it is invalid."""
         try:
             header = parse(cls, content, MAX_HEADER_BYTES)
         except MalformedRecord as error:
@@ -110,7 +110,7 @@ class PackedWeights:
 
 
 class GrowingDigest:
-    """Digest (modeling.digest) of a buffer that is filled from its beginning."""
+    """Incremental digest (modeling.digest) of a buffer that is filled from its start."""
 
     def __init__(self, packed: PackedWeights) -> None:
         self._header = packed.header
@@ -143,7 +143,7 @@ class GrowingDigest:
 
 
 def digest_of(header: WeightsHeader, hashes: Sequence[bytes]) -> str:
-    """Return the digest (modeling.digest) of a version from the hashes of its stored tensors, in their order."""
+    """Return a version's digest (modeling.digest) from its stored tensors' hashes, in order."""
     of_stored = {
         place.name: HashedTensor(place.name, place.dtype, place.shape, own)
         for place, own in zip(header.places(), hashes, strict=True)
@@ -153,7 +153,7 @@ def digest_of(header: WeightsHeader, hashes: Sequence[bytes]) -> str:
 
 
 def described_tensors(what: str, state_dict: StateDict) -> tuple[list[tuple[str, str, list[int]]], dict[str, str]]:
-    """Return name, type and shape of the stored tensors in order, and the aliases of tied ones."""
+    """Return name, type and shape of stored tensors, and stored names of tied ones."""
     stored, same_as = unshared({name: state_dict[name] for name in sorted(state_dict)})
     found = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in stored.items()]
     for name, dtype, _ in found:
@@ -163,7 +163,7 @@ def described_tensors(what: str, state_dict: StateDict) -> tuple[list[tuple[str,
 
 
 def pack(job: str, role: Role, version: int, state_dict: StateDict, buffers: Buffers) -> PackedWeights:
-    """Copy tensors into one buffer, and hash each in a thread after its copy."""
+    """Copy tensors into one buffer, hashing each in a thread."""
     stored, same_as = described_tensors(f"{role}/{version}", state_dict)
     header = WeightsHeader.model_construct(
         job=job, role=role, version=version, digest="", num_bytes=0, tensors=stored, same_as=same_as
@@ -200,14 +200,14 @@ _MINE = 3  # references to unused memory: the list's, the loop's, and getrefcoun
 
 
 class Buffers:
-    """Pool of buffers; each is reused once no tensor views it, including those returned by `get`."""
+    """Pool of buffers, each reused once no tensor views it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._all: list[mmap.mmap] = []
 
     def take(self, num_bytes: int) -> Tensor:
-        """Return a uint8 tensor [num_bytes] of any content. Free buffers of another size are released."""
+        """Return an uninitialised uint8 tensor [num_bytes]. Free buffers of other sizes are released."""
         size = max(num_bytes, 1)
         with self._lock:
             used: list[mmap.mmap] = []

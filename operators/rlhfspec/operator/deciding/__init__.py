@@ -1,1 +1,1 @@
-"""Pure decisions about a job from everything that is known of it."""
+"""Decisions about a job, as pure functions."""

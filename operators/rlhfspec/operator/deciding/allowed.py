@@ -1,6 +1,4 @@
-"""Check of a job against the fields of pods that the cluster's administrator allows (`jobs.allowed` of the chart).
-
-A field that no entry allows is refused, so that a field that Kubernetes adds later is refused too.
+"""Check of a job's pod fields against the chart's `jobs.allowed`.
 
 Example:
     >>> from rlhfspec.operator.allowed_fields import Allowed
@@ -46,7 +44,7 @@ class _Field:
 
 
 def not_allowed(known: Situation) -> str:
-    """Return the first field of the job that is not allowed, in words; empty: all are."""
+    """Return an error about the first refused field, or an empty text."""
     allowed = known.settings.allowed
     for role, path, template in _templates(known):
         whose = "" if role in allowed.code_roles else f" in pods of {role}"
@@ -62,7 +60,7 @@ def not_allowed(known: Situation) -> str:
 
 
 def references(known: Situation) -> tuple[NamedObject, ...]:
-    """Return the objects that the job names, each once."""
+    """Return the objects that the job names."""
     storage, found = known.spec.storage, list[NamedObject]()
     if storage.secret is not None:
         found.append(NamedObject("Secret", storage.secret, "spec.storage.secret"))
@@ -83,7 +81,7 @@ def refused(template: Mapping[Any, Any], allowed: Collection[str], path: str) ->
 
 
 def _templates(known: Situation) -> Iterator[tuple[str, str, Mapping[Any, Any]]]:
-    """Yield each template with its path, and a role whose pods it reaches: of all roles the one that may least."""
+    """Yield (role, path, template); a template for all roles has the least privileged one."""
     least = next((role for role in names.ROLES if role not in known.settings.allowed.code_roles), names.ROLES[0])
     if known.spec.pod_template:
         yield least, "spec.podTemplate", known.spec.pod_template
@@ -93,7 +91,7 @@ def _templates(known: Situation) -> Iterator[tuple[str, str, Mapping[Any, Any]]]
 
 
 def _fields(value: Any, path: str, shown: str, above: Collection[str]) -> Iterator[_Field]:
-    """Yield the fields at which the paths in `above` end, and those that are no mapping or list."""
+    """Yield the fields below the paths in `above`, and scalars at them."""
     if path in above and isinstance(value, Mapping):
         for name, each in value.items():
             name_as = "containers" if (path, name) == ("spec", "initContainers") else name
@@ -107,7 +105,7 @@ def _fields(value: Any, path: str, shown: str, above: Collection[str]) -> Iterat
 
 @cache
 def _above(paths: Collection[str]) -> frozenset[str]:
-    """Return the paths above those of these entries and below none of them; the empty one is above all.
+    """Return the proper prefixes of these entries' paths that are no entries.
 
     >>> sorted(_above(("spec.volumes.name", "spec.dnsPolicy=None")))
     ['', 'spec', 'spec.volumes']
@@ -117,7 +115,8 @@ def _above(paths: Collection[str]) -> frozenset[str]:
 
 
 def _is_allowed(field: _Field, allowed: Collection[str]) -> bool:
-    """
+    """Return whether the entries allow a field with all its values.
+
     >>> _is_allowed(_Field("spec.containers.env.name", "", "NCCL_DEBUG"), ["spec.containers.env.name=NCCL_*"])
     True
     >>> [_is_allowed(_Field("drop", "", value), ["drop=ALL"]) for value in (["ALL"], ["KILL"], [], None)]
@@ -134,7 +133,7 @@ def _is_allowed(field: _Field, allowed: Collection[str]) -> bool:
 
 
 def _taken(template: Mapping[Any, Any], clusters: Mapping[Any, Any], path: str) -> Iterator[str]:
-    """Yield containers of the chart's template that this one changes, and mounts of volumes that are not the job's."""
+    """Yield containers of the chart that a template changes, and its mounts of reserved volumes."""
     containers = {each["name"] for each in containers_of(clusters)} - {names.CONTAINER}
     volumes = _KEPT_VOLUMES | {each["name"] for each in clusters.get("spec", {}).get("volumes", ())}
     for kind in CONTAINERS:
@@ -149,6 +148,5 @@ def _taken(template: Mapping[Any, Any], clusters: Mapping[Any, Any], path: str) 
 
 
 def containers_of(template: Mapping[Any, Any]) -> Iterator[Mapping[Any, Any]]:
-    """Yield the containers of a pod template, init containers too."""
     for kind in CONTAINERS:
         yield from template.get("spec", {}).get(kind) or ()

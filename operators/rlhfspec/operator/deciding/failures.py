@@ -1,4 +1,4 @@
-"""How a pod ended, whether it counts as a failure, and when its worker restarts (`supervisor.restarts`).
+"""Classification of pod ends, and the restart delays of their workers.
 
 Example:
     >>> from dataclasses import replace
@@ -31,7 +31,7 @@ from rlhfspec.operator.deciding.situation import NOTHING, Actions, Situation
 from rlhfspec.supervisor.restarts import Restarts
 from rlhfspec.worker.exits import PERMANENT, Failure, failure_of, is_about_full_disk, said
 
-# Grace for the rest of a set with a missing rank, which may hang in a collective.
+# Grace period of a set's remaining ranks, which may hang in a collective.
 BROKEN_SECONDS = 2
 COMPLETED, _LEFT = "completed:", "left:"  # prefixes of a worker's last line
 _RANK = r"(?:killed by SIG[A-Z]{2,8}|ended with exit code [0-9]{1,3}) \(rank [0-9]+ of [0-9]+ on node [0-9]+\)"
@@ -80,7 +80,7 @@ def end_of(pod: PodView) -> PodEnd:
 
 
 def _fact_of(words: str) -> str:
-    """Return what the job's status may say of a worker's last words, which only its log may tell in full.
+    """Return the part of a worker's last message that the job's status may show.
 
     >>> _fact_of("completed: step 30"), _fact_of("spec.model.path: no such folder (got 'm')"), _fact_of("the key is x")
     ('completed: step 30', 'spec.model.path is refused', '')
@@ -99,7 +99,7 @@ def is_complete(pod: PodView) -> bool:
 
 
 def count_end(known: Situation, pod: PodView) -> Situation:
-    """Count the unexpected end of a pod. Idempotent."""
+    """Count the unexpected end of a pod once."""
     name = worker_name(pod.key)
     before = known.memory.of_worker(name)
     if before.pod == pod.uid:
@@ -125,7 +125,7 @@ def count_end(known: Situation, pod: PodView) -> Situation:
 def _delay_after(
     known: Situation, worker: WorkerMemory, end: PodEnd, rule: Rule | None
 ) -> tuple[WorkerMemory, float | None]:
-    """Return the worker with this end counted, and the delay in seconds before its restart; None: never."""
+    """Return the worker with this end counted, and the seconds before its restart (None: never)."""
     draw = random.Random(worker.pod)  # deterministic for all replicas
     restarts = Restarts(known.spec.failure_policy, draw, num_counted=worker.counted, num_uncounted=worker.uncounted)
     if end.failure == "temporary" and known.observed.broker is not None:  # the operator cannot reach it either
@@ -146,7 +146,8 @@ def _rule_for(known: Situation, role: str, end: PodEnd) -> Rule | None:
 
 
 def is_about_storage_away(text: str) -> bool:
-    """
+    """Return whether a message reports an unreachable object store.
+
     >>> is_about_storage_away("storage away: s3://bucket/team: error sending request")
     True
     """
@@ -167,7 +168,7 @@ def reason_of_permanent(role: str, message: str) -> str:
 
 
 def forgive_after_progress(known: Situation) -> Situation:
-    """Forget the failures from before the last trained step."""
+    """Forget the failures before the last trained step."""
     report = known.report
     if report is None or report.step <= known.memory.step:
         return known
@@ -181,12 +182,12 @@ def forgive_after_progress(known: Situation) -> Situation:
 
 
 def has_left(pod: PodView) -> bool:
-    """Return whether this is a rank on another node that rank 0 released."""
+    """Return whether rank 0 released this rank on another node."""
     return pod.role == "trainer" and pod.worker > 0 and pod.is_finished and end_of(pod).cause != "failure"
 
 
 def count_end_of_set(known: Situation, ended: list[PodView]) -> Situation:
-    """Count the end of the pod that broke the set. Ends of the others are a consequence and do not count."""
+    """Count only the end of the pod that broke the set."""
     ended = [pod for pod in ended if not has_left(pod)]
     new = [pod for pod in ended if known.memory.of_worker(worker_name(pod.key)).pod != pod.uid]
     if new and len(new) == len(ended):
@@ -200,15 +201,14 @@ def count_end_of_set(known: Situation, ended: list[PodView]) -> Situation:
 
 
 def _likely_cause(pod: PodView) -> tuple[bool, float, int]:
-    """Sort key for the pod that broke a set: killed or disrupted pods first, then by time."""
+    """Return a sort key with killed or disrupted pods first, then by time."""
     end = end_of(pod)
     at = pod.terminated.at if pod.terminated else None
     return end.cause == "failure" and end.failure != "killed", at.timestamp() if at else 0.0, pod.worker
 
 
 def keep_together(known: Situation, due: list[Worker]) -> tuple[list[Worker], Actions]:
-    """Return the due pods that may be created, and the actions that end a broken set. If one pod ends, all end; no pod
-    is created while an earlier set exists."""
+    """Return the due pods that may be created, and the removals of a broken set."""
     if known.spec.roles.trainer.nodes == 1:
         return due, NOTHING
     pods = [pod for pod in known.pods if pod.role == "trainer"]

@@ -1,4 +1,4 @@
-"""Memory of the operator about a job, kept in the job's status (private fields: `status.internal`).
+"""Memory of the operator about a job, kept in the job's status.
 
 Example:
     >>> memory = Memory.of({"internal": {"number": 2, "state": "open", "prepared": True}})
@@ -24,7 +24,7 @@ INTERNAL = "internal"  # private status field
 
 
 def uids_made(status: Mapping[str, Any]) -> set[str]:
-    """Return the uids of the pods that the operator made; none where users wrote another memory into the status."""
+    """Return the uids of the pods that the operator made."""
     internal = status.get(INTERNAL)
     made = internal.get("made") if isinstance(internal, dict) else None
     return set(map(str, made.values())) if isinstance(made, dict) else set()
@@ -32,7 +32,7 @@ def uids_made(status: Mapping[str, Any]) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class WorkerMemory:
-    """Memory of one worker: its last counted end; it restarts after `not_before`."""
+    """Failures of one worker, and its last counted end."""
 
     counted: int = 0  # by the failure policy; this and the next two since the last trained step
     uncounted: int = 0
@@ -60,7 +60,7 @@ class JobOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory of a job. A run is open while its pods should run, closing while they are removed, then closed."""
+    """Memory of a job, whose run is open, closing while its pods are removed, or closed."""
 
     number: int = 0  # number of the run
     generation: int = 0  # of the job when the run opened
@@ -79,7 +79,7 @@ class Memory:
     # The following are public fields of the status.
     restart_id: str = ""  # restart.id at the start of the run
     total: int = 0  # restarts
-    counted: int = 0  # of them, counted by the failure policy
+    counted: int = 0  # restarts that the failure policy counted
     started: datetime | None = None
     completed: datetime | None = None
     outcome: JobOutcome | None = None
@@ -138,7 +138,7 @@ def _without_empty(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tidy(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a status without null and empty maps or lists, which server-side apply produces inconsistently.
+    """Return a status without nulls and empty containers, which server-side apply produces inconsistently.
 
     >>> tidy({"byWorker": None, "internal": {"workers": {}}, "step": 0, "reason": ""})
     {'step': 0, 'reason': ''}
@@ -152,6 +152,6 @@ def maybe_time_of(text: str | None) -> datetime | None:
 
 
 def text_of(time: datetime) -> str:
-    """Return a time in Kubernetes' format, to the millisecond."""
+    """Return a Kubernetes timestamp, to the millisecond."""
     precision = "milliseconds" if time.microsecond >= 1000 else "seconds"
     return time.astimezone(UTC).isoformat(timespec=precision).removesuffix("+00:00") + "Z"

@@ -1,4 +1,4 @@
-"""State of a job as observed: the job, its pods, its report, and refusals. `views` builds these."""
+"""Observed state of a job: its manifest, pods, report and refusals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ Worker = tuple[str, int]  # role, number
 
 
 def worker_name(key: Worker) -> str:
-    """
+    """Return ROLE-NUMBER.
+
     >>> worker_name(("generator", 2))
     'generator-2'
     """
@@ -24,7 +25,8 @@ def worker_name(key: Worker) -> str:
 
 
 def worker_of(name: str) -> Worker:
-    """
+    """Return the role and number in a worker's name.
+
     >>> worker_of("generator-2"), worker_of("nonsense")
     (('generator', 2), ('', 0))
     """
@@ -50,7 +52,7 @@ class JobView:
 
 @dataclass(frozen=True, slots=True)
 class Terminated:
-    """End of a container. `message` is the last line of the process, or the kubelet's."""
+    """End of a container; `message` is one line."""
 
     exit_code: int
     reason: str = ""  # such as OOMKilled, Error, Completed
@@ -60,7 +62,7 @@ class Terminated:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """Reason in one word with its evidence."""
+    """One-word reason with its evidence."""
 
     reason: str
     message: str = ""
@@ -72,9 +74,9 @@ class PodView:
     uid: str
     role: str
     worker: int
-    run: str  # its uid
+    run: str  # run uid
     owner: str = ""  # uid of the controlling job
-    proof: str = ""  # that the operator made it
+    proof: str = ""  # shows that the operator made it
     restart_id: str = ""
     phase: Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"] = "Pending"  # of the worker container
     lingers: bool = False  # the worker ended, but a sidecar did not
@@ -82,8 +84,8 @@ class PodView:
     ready_changed: datetime | None = None  # last change of readiness
     node: str | None = None
     created: datetime
-    gone_by: datetime | None = None  # end of its grace if it is being deleted
-    grace_seconds: float = 0.0  # of its deletion
+    gone_by: datetime | None = None  # end of the grace period of its deletion
+    grace_seconds: float = 0.0  # grace period of its deletion
     why: Said | None = None  # reason of the whole pod: Evicted, NodeLost, UnexpectedAdmissionError ...
     unscheduled: Said | None = None  # the scheduler's reason
     waiting: Said | None = None  # reason of the container: ImagePullBackOff, CreateContainerConfigError ...
@@ -111,7 +113,7 @@ class PodView:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Refusal of an object by the API server or a webhook. It is forgotten once the object is accepted."""
+    """Refusal of an object, forgotten once it is accepted."""
 
     kind: str
     name: str
@@ -122,11 +124,11 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class DryRunResult:
-    """Result of a dry run of the job's pods. An empty `problem` means that they are valid."""
+    """Result of a dry run; an empty `problem` means success."""
 
     generation: int
     problem: str = ""
-    again_at: datetime | None = None  # of a problem that may go without an edit of the job
+    again_at: datetime | None = None  # retry of a problem that may vanish without an edit of the job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

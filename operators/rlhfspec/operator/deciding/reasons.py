@@ -1,4 +1,4 @@
-"""Reasons why a job is unhealthy, with evidence (docs/conditions.md). Causes come before their consequences."""
+"""Reasons why a job is unhealthy, causes before consequences (docs/conditions.md)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlhfspec.operator.making import kueue
 from rlhfspec.operator.making.workloads import WORKLOAD_KIND as WORKLOAD
 from rlhfspec.worker.exits import is_about_full_disk
 
-READY_SECONDS, FIRST_READY_SECONDS = 60.0, 300.0  # allowed time without readiness after the job ran, and before
+READY_SECONDS, FIRST_READY_SECONDS = 60.0, 300.0  # allowed time without readiness, once the job ran and before
 _STEADY_SECONDS = 30.0  # a worker that failed repeatedly must be ready for this long
 PULL_REASONS = {
     "ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError",
@@ -31,9 +31,9 @@ NOT_YET = re.compile(
 )
 ABOUT_VOLUMES = re.compile(r"persistent ?volume|volume node affinity", re.IGNORECASE)
 NOT_THERE = re.compile(r'(secret|configmap) "[^"]*" not found|references non-existent (secret|config) key')
-# Refusal reasons for a name taken by somebody else's object, or by an older job of the same name.
+# Refusal reasons: the name belongs to a foreign object, or to an older job of the same name.
 IN_THE_WAY, LEAVING = "AlreadyExists", "Leaving"
-_REPORTED = {  # before the names of workers
+_REPORTED = {  # message prefixes, followed by the names of workers
     "BrokerUnavailable": "NATS or Redis does not answer ",
     "RecordUndeliverable": "a record could not be handled, as reported by ",
     "RewardFailing": "a reward fails in ",
@@ -52,7 +52,7 @@ class Cause:
 
 
 def finding(known: Situation) -> Said | None:
-    """Return the first matching cause with its first evidence; None: no known problem."""
+    """Return the first matching cause with its first evidence, or None."""
     outcome = known.memory.outcome
     if outcome is not None:
         return Said(outcome.reason, outcome.message) if outcome.type == "Failed" else None
@@ -65,14 +65,14 @@ def finding(known: Situation) -> Said | None:
 
 
 def config_problem(known: Situation) -> str:
-    """Return why the job cannot start at all; empty: it can."""
+    """Return why the job cannot start, or an empty text."""
     last = known.observed.trial
     tried = last.problem if last is not None and last.generation == known.job.generation else ""
     return spec_problem(known) or tried
 
 
 def spec_problem(known: Situation) -> str:
-    """Return what is wrong with the job's own fields; empty: nothing."""
+    """Return the first problem of the job's fields, or an empty text."""
     job = known.job
     if job.job is None:
         return str(job.problems[0]) if job.problems else "it cannot be read"
@@ -121,7 +121,7 @@ def _pods(known: Situation) -> Iterator[PodView]:
 
 
 def _down(known: Situation) -> Iterator[tuple[str, WorkerMemory]]:
-    """Yield workers that are not back. After repeated failures a worker must be ready for a while."""
+    """Yield failed workers that have not been ready again for long enough."""
     for key in known.wanted:
         memory, pod = known.memory.of_worker(worker_name(key)), known.by_key.get(key)
         is_back = pod is not None and pod.ready and pod.uid != memory.pod
@@ -163,7 +163,7 @@ def _missing(pod: PodView) -> Iterator[str]:
 
 
 def _mount_warnings(pod: PodView) -> Iterator[str]:
-    """Yield mount warnings, latest first. A pod with a sandbox has all its mounts, so older warnings are obsolete."""
+    """Yield mount warnings, latest first; a pod with a sandbox has all its mounts."""
     if pod.phase != "Pending" or pod.has_sandbox:
         return
     for warning in reversed(pod.warnings):
@@ -172,7 +172,7 @@ def _mount_warnings(pod: PodView) -> Iterator[str]:
 
 
 def roles_that_lack_ours(known: Situation) -> list[str]:
-    """Return the roles whose pods cannot start because somebody removed the operator's objects."""
+    """Return the roles whose pods lack objects of the operator."""
     config, roles = names.config_name(known.job.name, known.job.uid), list[str]()
     for pod in _pods(known):
         ours = {f'"{config}" not found', f'"{names.secret_name(known.job.name, pod.role, known.job.uid)}" not found'}
@@ -256,7 +256,7 @@ def _out_of_memory(known: Situation) -> Iterator[str]:
 
 
 def _trouble(reason: str) -> Find:
-    """Return a finder of troubles that control reports."""
+    """Return a finder of a trouble that control reports."""
 
     def find(known: Situation) -> Iterator[str]:
         for trouble in known.fresh_report.troubles if known.fresh_report else ():

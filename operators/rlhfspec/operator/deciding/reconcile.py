@@ -1,11 +1,10 @@
-"""The operator's decision: what to do for a job, given everything that is known of it.
+"""Decision about one job.
 
-A pure function without clock or network; its only memory is the job's status. Applied to its own result it changes
-nothing.
+It is a pure, idempotent function whose only memory is the job's status.
 
-    a job's life     prepare -> control and all stages -> the trainer's last step -> Succeeded
-    a run            opened; closed for suspension, or to restart under the next number
-    a worker         its pod is created; when it ends, the end is counted and it is created again after a delay
+    job      prepare -> control and all stages -> the trainer's last step -> Succeeded
+    run      opened -> closed for suspension, or to restart under the next number
+    worker   pod created -> its end counted -> pod created again after a delay
 """
 
 from __future__ import annotations
@@ -59,11 +58,11 @@ def reconcile(job: JobView, observed: Observed, settings: ChartSettings, now: da
         known = _refuse(known, problem)
         return _finish(known, NOTHING if spec_problem(known) else trial.actions(known))
     known, actions = _decide(known)
-    return _finish(known, actions + trial.actions(known))  # also when the last pod of a run just went: no event follows
+    return _finish(known, actions + trial.actions(known))  # no event follows the end of a run's last pod
 
 
 def _refuse(known: Situation, problem: str) -> Situation:
-    """Fail a job with an invalid spec before its first run. A job that ran is left alone until the spec is valid."""
+    """Fail a job with an invalid spec, unless it ran before."""
     outcome = known.memory.outcome
     if known.memory.number:
         return known
@@ -88,7 +87,7 @@ def _decide(known: Situation) -> tuple[Situation, Actions]:
 
 
 def _look_at_ends(known: Situation) -> Situation:
-    """Record ended pods. Success is checked first, because then nothing else matters."""
+    """Record ended pods, or the success of the job."""
     memory = known.memory
     if memory.outcome is not None or memory.number == 0 or memory.state == "closed":
         return known
@@ -138,7 +137,7 @@ def _look_whether_all_run(known: Situation) -> Situation:
 
 
 def _over(known: Situation) -> tuple[Situation, Actions]:
-    """Take down a job with an outcome; finished pods stay if the job's policy says so."""
+    """Take down a job with an outcome, by its deletion policy."""
     outcome, policy = known.memory.outcome, known.spec.deletion_policy
     assert outcome is not None
     keep = (policy.succeeded if outcome.type == "Succeeded" else policy.failed) == "keep"
@@ -185,7 +184,6 @@ def _keep_workers(known: Situation) -> Actions:
 
 
 def _seconds_before_made(known: Situation, key: Worker) -> float:
-    """Return the seconds until a missing worker may be created; 0: now."""
     not_before = known.memory.of_worker(worker_name(key)).not_before
     if not_before is not None and not_before > known.now:
         return (not_before - known.now).total_seconds()
@@ -193,7 +191,7 @@ def _seconds_before_made(known: Situation, key: Worker) -> float:
 
 
 def _look_after(known: Situation, pod: PodView) -> Actions:
-    """Remove a pod that must restart. A finished pod keeps its logs until its worker is due again."""
+    """Remove a pod that must restart; a finished one keeps its logs until its worker is due."""
     not_before = known.memory.of_worker(worker_name(pod.key)).not_before
     if pod.is_deleting or pod.run != known.run_uid or _must_restart(known, pod):
         return known.removal_of(pod)
@@ -205,13 +203,12 @@ def _look_after(known: Situation, pod: PodView) -> Actions:
 
 
 def _must_restart(known: Situation, pod: PodView) -> bool:
-    """Return whether a restart of this pod's role was requested. Restarts of the whole job are new runs."""
     restart = known.spec.restart
     return pod.role in restart.roles and restart.id not in ("", pod.restart_id)
 
 
 def _surplus(known: Situation) -> Iterator[PodView]:
-    """Yield pods to remove. Running generators go one at a time, the last first, since each hands over sequences."""
+    """Yield surplus pods, but running generators one at a time since each hands over sequences."""
     if not known.memory.prepared:
         return
     wanted = set(known.wanted)
@@ -227,7 +224,7 @@ def _surplus(known: Situation) -> Iterator[PodView]:
 
 
 def _deleting(known: Situation) -> ReconcilePlan:
-    """Take down a job that is being deleted, for example in the foreground, and create nothing."""
+    """Take down a job that is being deleted."""
     if known.job.leaves_orphans:
         return ReconcilePlan(status=dict(known.job.status))
     actions = runs.take_down(known, keep_finished=False)
@@ -235,8 +232,7 @@ def _deleting(known: Situation) -> ReconcilePlan:
 
 
 def _remove_forged(known: Situation) -> Iterator[Actions]:
-    """Yield the removals of pods that the operator did not make. It waits until the job's status, where their uids
-    stand, is certain to have arrived from another replica."""
+    """Yield removals of forged pods, once a status with their uids would have arrived from another replica."""
     for pod in known.observed.pods:
         if not known.is_made(pod):
             at = pod.created + timedelta(seconds=STALE_AT_MOST_SECONDS)

@@ -1,4 +1,4 @@
-"""Runs of a job: opened, closed for suspension or restart, and their number of generators."""
+"""Opening and closing of a job's runs, and the number of their generators."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from rlhfspec.operator.deciding.situation import Actions, Situation
 from rlhfspec.operator.making import kueue, trial
 from rlhfspec.operator.making.pods import trainer_seconds
 
-STOP_SECONDS = 30  # for all but the trainer when no worker is left to hand over to
+STOP_SECONDS = 30  # grace period of all pods but the trainer's, which ends first
 
 
 def turn(known: Situation) -> Situation:
-    """Advance open -> closing -> closed -> open (the next run) as far as possible within one reconcile."""
+    """Advance the run from open to closing, to closed, to the next run."""
     memory = known.memory
     if memory.state == "open" and (known.spec.suspend or _restart_is_wanted(known) or kueue.withdraws(known)):
         known = known.remembering(state="closing")
@@ -53,7 +53,7 @@ def _open(known: Situation) -> Situation:
 
 
 def reopen(known: Situation) -> Situation:
-    """Let a failed job continue from its last checkpoint after a restart request or a corrected spec."""
+    """Clear the failure of a job after a restart request or a corrected spec."""
     memory = known.memory
     if memory.outcome is None or memory.outcome.type != "Failed":
         return known
@@ -66,13 +66,12 @@ def reopen(known: Situation) -> Situation:
 
 
 def _restart_is_wanted(known: Situation) -> bool:
-    """Return whether a restart of the whole job was requested."""
     restart = known.spec.restart
     return not restart.roles and restart.id not in ("", known.memory.restart_id)
 
 
 def take_down(known: Situation, *, keep_finished: bool) -> Actions:
-    """End the trainer's pod first: it finishes its step and writes a checkpoint while the others still run."""
+    """Remove pods, the trainer's first, so that it writes a checkpoint while the others run."""
     pods = [pod for pod in known.pods if pod.lingers or not (keep_finished and pod.is_finished)]
     trainers = [pod for pod in pods if pod.role == "trainer" and not pod.is_finished]
     grace = trainer_seconds(known) if known.memory.state == "closing" else None
@@ -82,16 +81,16 @@ def take_down(known: Situation, *, keep_finished: bool) -> Actions:
 
 
 def is_stale(known: Situation, new_seconds: float) -> bool:
-    """Return whether this copy of the job is stale: another replica just created pods of a later run."""
+    """Return whether pods of a later run show that this job is stale."""
     number = known.memory.number
     next_runs = {names.run_uid(known.job.uid, later) for later in (number + 1, number + 2)}
     return any(pod.run in next_runs and known.seconds_since(pod.created) < new_seconds for pod in known.observed.pods)
 
 
 def settle_generators(known: Situation) -> Situation:
-    """Set the wanted number of generators, at most as many as have Kueue quota."""
+    """Set the wanted number of generators, within the Kueue quota."""
     generator, memory = known.spec.roles.generator, known.memory
-    wanted = memory.generators if memory.asked == generator.workers else generator.workers  # somebody scaled the job
+    wanted = memory.generators if memory.asked == generator.workers else generator.workers  # else the job was scaled
     if generator.replicas is None:
         wanted = generator.workers
     else:
@@ -107,7 +106,7 @@ def settle_generators(known: Situation) -> Situation:
 
 
 def _next_count(known: Situation, count: int, advice: int) -> int:
-    """Return `count` changed by at most one towards `advice`, once all generators exist (to grow: are ready)."""
+    """Return `count` changed by at most one towards `advice`, once all generators exist."""
     generators = [pod for pod in known.pods if pod.role == "generator"]
     if len(generators) != count or any(pod.is_deleting for pod in generators):
         return count

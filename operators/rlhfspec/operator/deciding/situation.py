@@ -1,4 +1,4 @@
-"""Immutable input (`Situation`) and output (`Actions`) of deciding about one job."""
+"""Immutable input (`Situation`) and output (`Actions`) of a decision about one job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlhfspec.operator.deciding.memory import JobOutcome, Memory, WorkerMemory
 from rlhfspec.operator.deciding.observed import JobView, Observed, PodView, Worker, worker_name
 from rlhfspec.operator.settings import ChartSettings
 
-LOST_SECONDS = 15.0  # after its grace; a live kubelet would have removed the pod
+LOST_SECONDS = 15.0  # after a pod's grace period, in which a live kubelet removes it
 FRESH_SECONDS = 60.0  # validity of a report; control sends one every 20 s
 MOST_AT_ONCE = 50  # pods created, and pods deleted, per reconcile, so that a huge job does not delay others
 REFUSED_SECONDS = 5.0  # before a refused object is tried again
@@ -27,7 +27,7 @@ _LEAST_REQUEUE_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Deletion of one object; `uid` is a precondition. `grace_seconds` None: the object's own; 0: at once."""
+    """Deletion of the object with this `uid`; `grace_seconds` None means its own."""
 
     kind: Literal["Pod", "RLHFJob"]
     name: str
@@ -37,7 +37,7 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class NamedObject:
-    """Object of the job's namespace that a field of the job names."""
+    """Object in the job's namespace that a `field` names."""
 
     kind: str
     name: str
@@ -46,7 +46,7 @@ class NamedObject:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadWrite:
-    """Write to the job's Workload. `body`: the object, or a status patch with its resourceVersion."""
+    """Write to the job's Workload; `body` is the object or a status patch."""
 
     verb: Literal["create", "delete", "status"]
     name: str
@@ -70,7 +70,7 @@ class Actions:
     (1.0, True)
     """
 
-    references: tuple[NamedObject, ...] = ()  # objects whose label is asked for
+    references: tuple[NamedObject, ...] = ()  # objects whose label is checked
     trial: tuple[dict[str, Any], ...] = ()  # pods of a dry run
     delete: tuple[Delete, ...] = ()
     create: tuple[dict[str, Any], ...] = ()
@@ -94,13 +94,13 @@ class Actions:
 
     @property
     def is_quiet(self) -> bool:
-        """Return whether nothing is to be done except perhaps a status write."""
+        """Return whether at most the status is to be written."""
         return not (self.references or self.trial or self.create or self.delete or self.workload)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReconcilePlan(Actions):
-    """Result of one reconcile. The status is written first; after a conflict no action is carried out."""
+    """Result of one reconcile, whose actions follow only after the status was written."""
 
     status: dict[str, Any]
     events: tuple[Event, ...] = ()
@@ -115,7 +115,7 @@ def requeued(seconds: float) -> Actions:
 
 @dataclass(frozen=True)
 class Situation:
-    """Everything known about a job in one reconcile. Decisions return a situation with another `memory`."""
+    """Everything known about a job in one reconcile; decisions return a copy with another `memory`."""
 
     job: JobView
     observed: Observed
@@ -130,7 +130,7 @@ class Situation:
         return self.remembering(workers={**self.memory.workers, name: worker}, **changes)
 
     def ended(self, type_: Literal["Succeeded", "Failed"], reason: str, message: str) -> Situation:
-        """Return the situation with this outcome; an earlier outcome stays."""
+        """Return the situation with this outcome, unless it has one."""
         if self.memory.outcome is not None:
             return self
         return self.remembering(outcome=JobOutcome(type_, reason, message), completed=self.now)
@@ -142,7 +142,7 @@ class Situation:
 
     @property
     def never_ran(self) -> bool:
-        """Return whether the job failed before its first run because of its spec."""
+        """Return whether the spec was refused before the first run."""
         outcome = self.memory.outcome
         return self.memory.number == 0 and outcome is not None and outcome.reason == "BadConfig"
 
@@ -157,11 +157,11 @@ class Situation:
 
     @cached_property
     def pods(self) -> tuple[PodView, ...]:
-        """Return the pods that the operator made, without forged ones."""
+        """Return the pods that the operator made."""
         return tuple(pod for pod in self.observed.pods if self.is_made(pod))
 
     def is_made(self, pod: PodView) -> bool:
-        """Return whether the operator made this pod: its uid is recorded, or it proves to be the next of its worker."""
+        """Return whether the operator made this pod, by uid or proof."""
         worker = worker_name(pod.key)
         return pod.uid == self.memory.made.get(worker) or pod.proof == self.proof_of(worker)
 
@@ -174,7 +174,7 @@ class Situation:
 
     @cached_property
     def wanted(self) -> list[Worker]:
-        """Return the workers whose pods should exist now, in the order of the loop."""
+        """Return the workers whose pods should exist now."""
         memory = self.memory
         if memory.outcome is not None or memory.state != "open" or self.job.job is None:
             return []
@@ -183,7 +183,7 @@ class Situation:
         return [(role, worker) for role, count in self.num_workers().items() for worker in range(count)]
 
     def num_workers(self) -> dict[str, int]:
-        """Return the number of workers per role while the run is open and prepared."""
+        """Return the number of workers per role."""
         assert self.job.job is not None
         counts = {names.CONTROL: 1} | pods_of(self.job.job) | {"generator": self.memory.generators}
         counts.pop("rebalancer", None)
@@ -204,11 +204,11 @@ class Situation:
         return (self.now - time).total_seconds()
 
     def is_lost(self, pod: PodView) -> bool:
-        """Return whether a deleted pod has outlived its grace, so that its node does not answer."""
+        """Return whether a deleted pod outlived its grace period."""
         return pod.gone_by is not None and self.seconds_since(pod.gone_by) >= LOST_SECONDS
 
     def refused_seconds(self, kind: str, name: str) -> float:
-        """Return the seconds before a refused object may be tried again; 0: now."""
+        """Return the seconds until a refused object may be retried."""
         for refusal in self.observed.refusals:
             if (refusal.kind, refusal.name) == (kind, name):
                 return max(REFUSED_SECONDS - self.seconds_since(refusal.at), 0.0)
@@ -218,14 +218,13 @@ class Situation:
         return requeued((time - self.now).total_seconds())
 
     def removal_of(self, pod: PodView, grace_seconds: int | None = None) -> Actions:
-        """Return the actions that remove a pod; `grace_seconds` None: the pod's own grace. A pod that is already being
-        deleted is only watched, until its node counts as lost."""
+        """Return the actions that remove a pod, by force once its node counts as lost."""
         if pod.gone_by is None:
             return Actions(delete=(Delete("Pod", pod.name, grace_seconds, pod.uid),))
         lost_at = pod.gone_by + timedelta(seconds=LOST_SECONDS)
         if lost_at > self.now:
             return self.requeued_at(lost_at)
-        if pod.role == "trainer":  # its folder lock: two trainers must never write the run folder
+        if pod.role == "trainer":  # never by force: two trainers must not write one run folder
             return NOTHING
         return Actions(delete=(Delete("Pod", pod.name, 0, pod.uid),))
 

@@ -1,4 +1,4 @@
-"""Public status of a job. Equal inputs yield an equal status, so that nothing is written when nothing happened."""
+"""Public status of a job, equal for equal inputs so that only changes are written."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def render(known: Situation) -> tuple[dict[str, Any], list[Event]]:
 
 
 def undecided(job: JobView, error: Exception, now: datetime) -> tuple[dict[str, Any], list[Event]]:
-    """Return the status and events of a job on which the operator itself failed."""
+    """Return the status and events of a job that the operator failed to process."""
     said = Said("OperatorError", f"{type(error).__name__}: {error}"[:900])
     before = {condition["type"]: condition for condition in job.status.get("conditions") or ()}
     healthy = _condition(job, now, "Healthy", False, said, before.get("Healthy"))
@@ -77,7 +77,7 @@ def undecided(job: JobView, error: Exception, now: datetime) -> tuple[dict[str, 
 def seconds_to_write(
     old: Mapping[str, Any], new: Mapping[str, Any], last_write: datetime | None, now: datetime
 ) -> float | None:
-    """Return the seconds until the status must be written. 0: at once; None: nothing changed."""
+    """Return the seconds until the next status write, None if unchanged."""
     if old == new:
         return None
     if last_write is None or _news(old) != _news(new):
@@ -92,7 +92,7 @@ def _without_gauges(status: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _news(status: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the status without constantly changing fields. Memory is news, except the last step."""
+    """Return the status without fields that change constantly."""
     internal = {name: value for name, value in (status.get(INTERNAL) or {}).items() if name != "step"}
     often = ("progress", "roles", "generators")
     return {name: value for name, value in status.items() if name not in often} | {INTERNAL: internal}
@@ -107,7 +107,7 @@ def _run(known: Situation) -> dict[str, Any]:
 
 
 def _restarts(memory: Memory) -> dict[str, Any]:
-    """Return the restart counts; those by worker are of this run."""
+    """Return the restart counts; `byWorker` is of this run."""
     by_worker = {name: worker.restarts for name, worker in sorted(memory.workers.items()) if worker.restarts}
     return {"total": memory.total, "counted": memory.counted, "byWorker": by_worker}
 
@@ -151,7 +151,7 @@ def _steps_of(known: Situation) -> int:
 
 
 def _completed_step(known: Situation) -> int:
-    """Return the step in the trainer's last line: control may be gone before it reports that step."""
+    """Return the step in the trainer's last line, which control may not have reported."""
     outcome = known.memory.outcome
     said = re.match(r"completed: step (\d+)", outcome.message) if outcome and outcome.type == "Succeeded" else None
     return int(said[1]) if said else 0

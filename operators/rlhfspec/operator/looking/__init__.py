@@ -1,1 +1,1 @@
-"""From watch events to serialized reconciles of single jobs."""
+"""Watches, cache, work queue and reconciles of jobs."""

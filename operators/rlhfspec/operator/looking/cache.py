@@ -1,5 +1,4 @@
-"""Cache of jobs and pods from watches and our own writes. Older resource versions never replace newer ones. `listed`
-repairs what a watch missed."""
+"""Cache of jobs and pods, in which older resource versions never replace newer ones."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ class _CachedJob:
 
 
 class Cache:
-    """Cache of jobs, pods and warnings. `runs_changed` is called when the open run of a job changes."""
+    """Cache of jobs, pods and warnings; `runs_changed` is called when an open run changes."""
 
     def __init__(
         self, *, now: Callable[[], float] = time.monotonic, runs_changed: Callable[[], None] = lambda: None
@@ -54,7 +53,7 @@ class Cache:
         self._now = now
         self._runs_changed = runs_changed
         self.broker: Said | None = None
-        self.listening_since: datetime | None = None  # since when reports arrive here
+        self.listening_since: datetime | None = None  # when this replica began to receive reports
         self._jobs: dict[Key, _CachedJob] = {}
         self._pods: dict[Key, dict[str, _Pod]] = {}
         self._pod_by_uid: dict[str, tuple[Key, str]] = {}
@@ -117,7 +116,7 @@ class Cache:
         return key
 
     def remove_pod(self, pod: Json) -> Key | None:
-        """Remove a pod, or one that lost our labels; the latter may come back."""
+        """Remove a pod that was deleted or lost its labels."""
         return self._remove_pod(pod["metadata"]["uid"], int(pod["metadata"].get("resourceVersion", 0)))
 
     def _remove_pod(self, uid: str, version: int = 0) -> Key | None:
@@ -135,7 +134,7 @@ class Cache:
         return key
 
     def put_warning(self, event: Json) -> Key | None:
-        """Store a warning about a known pod. Events from another namespace are untrusted."""
+        """Store a warning about a known pod of its namespace."""
         about, name = event["involvedObject"], event["metadata"]["name"]
         found = self._pod_by_uid.get(about.get("uid", ""))
         if found is None or found[0][0] != event["metadata"]["namespace"]:
@@ -159,7 +158,7 @@ class Cache:
             self._gone.popitem(last=False)
 
     def uids(self, kind: Kind, namespace: str | None) -> set[str]:
-        """Return known uids. Call it before a list begins."""
+        """Return the known uids; call this before a list begins."""
         if kind == "workload":
             return self.workloads.uids(namespace)
         if kind == "job":
@@ -167,7 +166,7 @@ class Cache:
         return {uid for uid, (key, _) in self._pod_by_uid.items() if namespace in (None, key[0])}
 
     def listed(self, kind: Kind, before: set[str], found: Iterable[str]) -> list[Key]:
-        """Remove what was known before the list began and is missing in it; return affected jobs."""
+        """Remove objects of `before` that a list did not find, and return their jobs."""
         gone = before - set(found)
         if kind == "workload":
             return self.workloads.gone(gone)
@@ -182,7 +181,7 @@ class Cache:
         return keys
 
     def leave(self, namespace: str) -> None:
-        """Forget a namespace that is no longer watched. Its objects still exist and may return."""
+        """Forget a namespace that is no longer watched; its objects may return."""
         self.left.add(namespace)
         self._jobs = {key: job for key, job in self._jobs.items() if key[0] != namespace}
         self._pods = {key: pods for key, pods in self._pods.items() if key[0] != namespace}
@@ -196,7 +195,7 @@ class Cache:
             job.report, job.report_at = report, now
 
     def refused(self, key: Key, refusal: Refusal) -> bool:
-        """Record a refusal; return whether it is news."""
+        """Record a refusal and return whether it is new."""
         if (job := self._jobs.get(key)) is None:
             return False
         last = job.refusals.get((refusal.kind, refusal.name))
@@ -204,7 +203,7 @@ class Cache:
         return last is None or (last.reason, last.message) != (refusal.reason, refusal.message)
 
     def accepted(self, key: Key, kind: str, name: str) -> bool:
-        """Forget a refusal; return whether there was one."""
+        """Forget a refusal and return whether there was one."""
         job = self._jobs.get(key)
         return job is not None and job.refusals.pop((kind, name), None) is not None
 
@@ -213,7 +212,7 @@ class Cache:
             job.trial = trial
 
     def is_leaving(self, key: Key, pod: str) -> bool:
-        """Return whether a pod of this name, of any owner, is being deleted."""
+        """Return whether a pod of this name is being deleted."""
         held = self._pods.get(key, {}).get(pod)
         return held is not None and held.view.is_deleting
 
@@ -222,7 +221,6 @@ class Cache:
             job.status_written = now
 
     def status_written(self, key: Key) -> datetime | None:
-        """Return when this replica last wrote the job's status."""
         return self._jobs[key].status_written if key in self._jobs else None
 
     def jobs(self) -> list[Key]:
@@ -232,7 +230,7 @@ class Cache:
         return held.view if (held := self._jobs.get(key)) is not None else None
 
     def open_runs(self) -> set[tuple[str, str]]:
-        """Return namespace and uid of every open run."""
+        """Return (namespace, uid) of every open run."""
         return {(job.namespace, uid) for uid, job in self.jobs_of_open_runs().items()}
 
     def jobs_of_open_runs(self) -> dict[str, JobView]:
@@ -240,7 +238,7 @@ class Cache:
         return {uid: job.view for job in self._jobs.values() if (uid := _open_run(job.view))}
 
     def live_runs(self) -> set[str]:
-        """Return the uids of open runs, and of runs with pods that may still run."""
+        """Return the uids of open runs, and of runs with live pods."""
         of_pods = {pod.view.run for pods in self._pods.values() for pod in pods.values() if pod.view.is_running}
         return of_pods | {uid for _, uid in self.open_runs()}
 
@@ -258,7 +256,7 @@ class Cache:
         )
 
     def pods(self, key: Key) -> list[PodView]:
-        """Return the pods of this very job, not of an older one of its name."""
+        """Return the pods of a job, without those of an older job of its name."""
         job = self._jobs.get(key)
         held = sorted(self._pods.get(key, {}).items())
         return [
@@ -268,14 +266,14 @@ class Cache:
         ]
 
     def _gone_by(self, pod: _Pod) -> datetime | None:
-        """Return the end of a pod's grace by our own clock, since the API server's may be off by minutes."""
+        """Return the end of a pod's grace period by the local clock."""
         if pod.marked is None:
             return None
         return datetime.now(UTC) + timedelta(seconds=pod.view.grace_seconds - (self._now() - pod.marked))
 
 
 def _open_run(view: JobView) -> str:
-    """Return the uid of the open run; empty: none."""
+    """Return the uid of the open run, or an empty text."""
     internal = view.status.get(INTERNAL)
     if not isinstance(internal, dict):
         return ""

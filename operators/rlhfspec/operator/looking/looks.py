@@ -1,4 +1,4 @@
-"""One reconcile of one job: observe, decide, act. Answers to writes go into the cache at once, ahead of the watches."""
+"""Reconcile of one job, which caches responses to writes before their watch events."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Reconciler:
             return ReconcileResult(failed=True)  # the watch will bring the newer version
         except (ClusterUnavailable, LeadershipLost) as error:
             LOG.warning("%s: %s", "/".join(key), error)
-            if isinstance(error, ClusterRefused):  # the status itself was refused: write one that says so
+            if isinstance(error, ClusterRefused):  # the API server refused the status: write one with that error
                 with suppress(Conflict, ClusterUnavailable):
                     await self._write_status(key, job, undecided(job, error, now)[0], now)
             return ReconcileResult(failed=True)
@@ -78,7 +78,7 @@ class Reconciler:
         return ReconcileResult(soonest, None if plan.is_quiet else _deeds(plan))
 
     async def _carry_out(self, key: Key, job: JobView, plan: ReconcilePlan, now: datetime) -> float | None:
-        """Carry out a plan in order. Return the seconds until the next reconcile that no watch event triggers."""
+        """Carry out a plan in order and return the seconds until a requeue, or None."""
         put_off = seconds_to_write(job.status, plan.status, self._cache.status_written(key), now)
         if not plan.is_quiet or put_off == 0.0:
             await self._write_status(key, job, plan.status, now)
@@ -139,7 +139,7 @@ class Reconciler:
         return answer
 
     async def _create(self, key: Key, things: tuple[dict[str, Any], ...], now: datetime) -> bool:
-        """Create objects kind by kind, mounted ones before pods. Return whether something was learned."""
+        """Create objects kind by kind and return whether to reconcile again."""
         learned = False
         for kind, group in groupby(things, key=lambda thing: str(thing["kind"])):
             asked = list(group)
@@ -151,7 +151,7 @@ class Reconciler:
         return learned
 
     async def _write_workload(self, key: Key, write: WorkloadWrite | None, now: datetime) -> bool:
-        """Write the Workload; return whether something was learned. After a 409 the watch brings the newer version."""
+        """Write the Workload and return whether to reconcile again."""
         if write is None:
             return False
         version, kind, known = workloads.WORKLOAD_VERSION, workloads.WORKLOAD_KIND, self._cache.workloads
@@ -162,7 +162,7 @@ class Reconciler:
         else:
             answer = await self._api.delete(version, kind, key[0], write.name, uid=write.uid, grace_seconds=None)
         if answer.code == 409:
-            return False
+            return False  # a watch event follows
         is_gone = answer.is_missing if write.verb == "status" else write.verb == "delete"
         if answer.is_refused and not (is_gone and answer.is_missing):
             return self._refused(key, kind, write.name, answer, now)
@@ -172,7 +172,7 @@ class Reconciler:
         return True
 
     async def _make(self, thing: dict[str, Any]) -> ApiResponse:
-        """Create an object. An existing one of the same owner is updated; one of another owner is left alone."""
+        """Create an object, or update an existing one of the same owner."""
         answer = await self._api.create(thing)
         if not answer.is_taken:
             return answer
@@ -198,7 +198,7 @@ class Reconciler:
 
 
 def _deeds(plan: ReconcilePlan) -> object:
-    """Return a value that is equal for plans that do the same."""
+    """Return a value that is equal for plans with the same actions."""
     made = [(thing["kind"], thing["metadata"]["name"]) for thing in plan.create]
     queued = plan.workload and (plan.workload.verb, plan.workload.uid)
     return (made, plan.delete, queued, plan.references, [pod["metadata"]["name"] for pod in plan.trial])
@@ -212,7 +212,7 @@ class _RecordedEvent:
 
 
 class EventRecorder:
-    """Writer of a job's events; repeated events are counted, not written anew."""
+    """Writer of events, which only counts repeated ones."""
 
     def __init__(self, api: Api, *, now: Callable[[], float] = time.monotonic) -> None:
         self._api = api
@@ -220,7 +220,7 @@ class EventRecorder:
         self._said: OrderedDict[str, _RecordedEvent] = OrderedDict()
 
     async def say(self, job: JobView, event: Event) -> ApiResponse | None:
-        """Write an event; None if the same one was written recently."""
+        """Write an event, unless it was written recently."""
         at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         digest = hashlib.sha256(f"{job.uid}/{event.type}/{event.reason}/{event.message}".encode()).hexdigest()[:16]
         said = self._said.setdefault(digest, _RecordedEvent(at))

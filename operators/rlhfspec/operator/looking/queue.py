@@ -1,5 +1,4 @@
-"""Work queue of jobs: one reconcile per job at a time, longest waiting first, namespaces in turn. Notifications of a
-waiting job are merged. Reconciles that repeat the last one back off exponentially."""
+"""Work queue of jobs: namespaces in turn, one reconcile per job at a time, exponential backoff."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from typing import Protocol
 
 Key = tuple[str, str]  # namespace, name
 GATHER_SECONDS = 0.05  # gathers simultaneous events into one reconcile
-PATIENT_SECONDS = 0.25  # a reconcile that takes longer (a slow webhook) goes on beside the others
+PATIENT_SECONDS = 0.25  # a slower reconcile (a slow webhook) continues while the worker takes the next job
 REST_SECONDS = 0.5  # after a reconcile with nothing to do
 LOG = logging.getLogger(__name__)
 FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS = 0.5, 60.0
@@ -20,7 +19,7 @@ FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS = 0.5, 60.0
 
 @dataclass(frozen=True, slots=True)
 class ReconcileResult:
-    """Result of a reconcile. `did` identifies its actions (None: nothing). `gone`: the job does not exist."""
+    """Result of a reconcile; `did` identifies its actions, None if there were none."""
 
     requeue_seconds: float | None = None
     did: object = None
@@ -29,7 +28,7 @@ class ReconcileResult:
 
 
 class Timers(Protocol):
-    """Part of an event loop that the queue needs; tests replace it."""
+    """Part of an event loop that the queue needs."""
 
     def time(self) -> float: ...
     def call_at(self, when: float, callback: Callable[[], None]) -> asyncio.TimerHandle: ...
@@ -46,7 +45,7 @@ class _Entry:
 
 
 class WorkQueue:
-    """Queue of jobs to reconcile. `waited` is called with the delay in seconds of each reconcile."""
+    """Queue of jobs to reconcile; `waited` receives each delay in seconds."""
 
     def __init__(
         self,
@@ -66,7 +65,7 @@ class WorkQueue:
         return sum(map(len, self._ready.values()))
 
     def tell(self, key: Key, *, after_seconds: float = GATHER_SECONDS) -> None:
-        """Note that something about this job changed."""
+        """Schedule a reconcile of a job that changed."""
         entry = self._entries.setdefault(key, _Entry())
         if entry.is_reconciling:
             entry.is_told = True
@@ -87,7 +86,7 @@ class WorkQueue:
             self._arrived.set()
 
     def _next(self) -> Key:
-        """Pop the next job and move its namespace to the end of the turns."""
+        """Pop the next job, with namespaces in turn."""
         namespace = next(iter(self._ready))
         waiting = self._ready.pop(namespace)
         key = waiting.popleft()
@@ -96,7 +95,7 @@ class WorkQueue:
         return key
 
     async def work(self) -> None:
-        """Run reconciles until cancelled. Several workers may run."""
+        """Run reconciles until cancelled; several workers may run."""
         async with asyncio.TaskGroup() as running:
             while True:
                 while not self._ready:

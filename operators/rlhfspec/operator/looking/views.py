@@ -29,7 +29,7 @@ _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
 
 def job_view(body: Mapping[str, Any], before: JobView | None = None) -> JobView:
-    """Return the view of an RLHFJob. An unchanged manifest reuses the validation of `before`."""
+    """Return the view of an RLHFJob; `before` saves the validation of an equal manifest."""
     metadata = body["metadata"]
     manifest: Mapping[str, Any] = manifest_of(body)
     if before is not None and before.manifest == manifest:
@@ -47,7 +47,7 @@ def job_view(body: Mapping[str, Any], before: JobView | None = None) -> JobView:
 
 
 def manifest_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the manifest as a user would write it, for `rlhfspec validate`."""
+    """Return the manifest as a user would write it."""
     metadata = body["metadata"]
     annotations = {k: v for k, v in (metadata.get("annotations") or {}).items() if k != _LAST_APPLIED}
     kept = {"name": metadata["name"], "namespace": metadata["namespace"]}
@@ -57,19 +57,19 @@ def manifest_of(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read(manifest: Mapping[str, Any]) -> tuple[RLHFJob | None, tuple[Problem, ...]]:
-    """Validate a manifest like a job file, except checks of files, which do not exist here."""
+    """Validate a manifest like a job file, without checks of local files."""
     try:
         job = RLHFJob.model_validate(manifest)
         problems = tuple(finding.as_problem({}) for finding in check(job))
     except ValidationError as error:
         return None, tuple(explain(error, manifest, {})[0])
-    except Exception as error:  # no manifest may end a watch
+    except Exception as error:  # a manifest must not end the watch
         return None, (Problem(field="spec", problem=f"{type(error).__name__}: {error}"[:900]),)
     return (None if problems else job), problems
 
 
 def pod_view(pod: Mapping[str, Any]) -> PodView | None:
-    """Return the view of a job's pod. Owner and name identify it: labels can be written by anybody."""
+    """Return the view of a pod, identified by owner and name since labels can be forged."""
     metadata, spec, status = pod["metadata"], pod.get("spec") or {}, pod.get("status") or {}
     owner = owner_of(metadata)
     if owner is None or (worker := _worker_of(metadata["name"], owner["name"])) is None:
@@ -98,7 +98,8 @@ def pod_view(pod: Mapping[str, Any]) -> PodView | None:
 
 
 def _worker_of(pod: str, job: str) -> Worker | None:
-    """
+    """Return the role and number of a job's pod, or None.
+
     >>> _worker_of("sums-generator-2", "sums"), _worker_of("sums-shell", "sums"), _worker_of("other-reward-0", "sums")
     (('generator', 2), None, None)
     """
@@ -107,18 +108,18 @@ def _worker_of(pod: str, job: str) -> Worker | None:
 
 
 def _container(status: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the status of the worker's container; sidecars do not matter."""
+    """Return the status of the worker's container."""
     return next((each for each in status.get("containerStatuses") or () if each["name"] == names.CONTAINER), {})
 
 
 def _has_sidecar_left(status: Mapping[str, Any]) -> bool:
-    """Return whether another container keeps the pod from ending. The kubelet ends native sidecars by itself."""
+    """Return whether a sidecar keeps the pod from ending; the kubelet ends native sidecars."""
     others = (each for each in status.get("containerStatuses") or () if each["name"] != names.CONTAINER)
     return any("terminated" not in (each.get("state") or {}) for each in others)
 
 
 def _phase_of_worker(status: Mapping[str, Any], container: Mapping[str, Any]) -> Any:
-    """Return the worker's phase: a sidecar may outlive it. A reason of the whole pod prevails."""
+    """Return the phase of the worker's container, or of the pod if that has a reason."""
     ended = (container.get("state") or {}).get("terminated")
     if ended and not status.get("reason"):
         return "Failed" if ended.get("exitCode") else "Succeeded"
@@ -126,7 +127,7 @@ def _phase_of_worker(status: Mapping[str, Any], container: Mapping[str, Any]) ->
 
 
 def _state(spec: Mapping[str, Any], status: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the state of the worker's container, or of an init container (no sidecar) that blocks it."""
+    """Return the state of the worker's container, or of an init container that blocks it."""
     state: Mapping[str, Any] = _container(status).get("state") or {}
     if "running" in state or "terminated" in state:
         return state
@@ -161,9 +162,9 @@ def _terminated(state: Mapping[str, Any] | None) -> Terminated | None:
 
 
 def last_line(text: str) -> str:
-    """Return the last non-empty line: without own words the termination message is the end of the log.
+    r"""Return the last non-empty line of a termination message.
 
-    >>> last_line("Traceback ...\\nMemoryError: big\\n")
+    >>> last_line("Traceback ...\nMemoryError: big\n")
     'MemoryError: big'
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]

@@ -1,5 +1,4 @@
-"""Watches of jobs, their pods and warnings, which feed the cache. Each kind in each namespace is listed, watched and
-retried independently. Namespaces are fixed, or selected by a label."""
+"""Watches that feed the cache, listed and retried independently for each kind and namespace."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WatchSource:
-    """One kind to watch. `cached` names the cached objects that a list can prove deleted."""
+    """Kind to watch; `cached` names the cached objects that a list can prove deleted."""
 
     version: str
     kind: str
@@ -37,7 +36,7 @@ class WatchSource:
 
 
 class Informers:
-    """Watches of all namespaces. `tell` receives changed jobs; `joins` and `leaves` namespaces of the `label`."""
+    """Watches of fixed namespaces, or of those with `label`, which `joins` and `leaves` receive."""
 
     def __init__(
         self, cache: Cache, namespaces: Sequence[str], tell: Callable[[Key], None], *, label: str = "",
@@ -61,7 +60,6 @@ class Informers:
         self._problems: dict[tuple[str | None, str], str] = {}  # by namespace and kind
 
     async def run(self, api: Api) -> None:
-        """Watch until cancelled."""
         async with asyncio.TaskGroup() as group:
             self._running = (group, api)
             for namespace in self._namespaces:
@@ -98,7 +96,7 @@ class Informers:
         self._leaves(name)
 
     async def resync(self, api: Api) -> None:
-        """List everything anew. Raises ClusterUnavailable when the API server is away."""
+        """List all objects again and queue every job; raises ClusterUnavailable."""
         if self._labelled is not None:
             await self._list(api, self._labelled, None)
         places = list(self._places())
@@ -109,12 +107,12 @@ class Informers:
             self._tell(key)
 
     def problems(self) -> dict[str, str]:
-        """Return, per watched namespace ("": the labelled ones), why it is not watched; empty: it is."""
+        """Return the watch problem or "" of each namespace; the key "" is the list of namespaces."""
         label = {} if self._labelled is None else {"": self._problems.get((None, self._labelled.kind), "")}
         return label | {namespace: self._problem_of(namespace) for namespace in self._namespaces}
 
     def watched(self) -> set[str]:
-        """Return the namespaces that are completely listed and without problems."""
+        """Return the namespaces that are completely listed and watched."""
         return {
             namespace
             for namespace in self._namespaces
@@ -186,7 +184,7 @@ class Informers:
 
 
 def _workloads(known: Workloads) -> Iterator[WatchSource]:
-    """Return the source of Workloads. Without Kueue it is retried forever, and jobs report that they wait."""
+    """Yield the source of Workloads, which is retried forever if Kueue is missing."""
     yield WatchSource(
         workloads.WORKLOAD_VERSION, workloads.WORKLOAD_KIND, known.put, known.remove, "workload", labels=PODS
     )

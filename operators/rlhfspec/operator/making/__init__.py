@@ -1,1 +1,1 @@
-"""Objects of a job: pods, what they mount, and the objects of schedulers."""
+"""Manifests of a job's pods, mounted objects, and scheduler objects."""

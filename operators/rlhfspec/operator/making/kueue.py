@@ -1,11 +1,12 @@
-"""Kueue integration: a job is one Workload in its queue, which the operator creates and keeps up to date.
+"""Kueue integration: a job is one Workload, which the operator creates and keeps up to date.
 
-    closed, not admitted   the job waits and shows Kueue's message
-    admitted               a run opens on the nodes that Kueue chose
-    evicted                the run is closed as for suspension, the trainer first; then the quota is released
-    over                   the Workload is finished: the quota is free
+    not admitted   the job waits and shows Kueue's message
+    admitted       a run opens on the nodes that Kueue chose
+    evicted        the run closes, the trainer first; then the quota is released
+    over           the Workload is finished and its quota free
 
-The job's `suspend` is never written by the operator. Kueue does not manage the pods, so workers restart without it."""
+The operator never writes `spec.suspend`. Kueue does not manage pods, so workers restart without it.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ _OF_SPEC = (
 )  # fmt: skip
 _OF_CONTAINER = ("name", "image", "resources", "restartPolicy")
 _NOT_THERE = ("NotFound", "404")  # 404: Kueue is not installed
-# After these evictions it may be admitted again at once; for others Kueue sets the time.
+# After these evictions a job may be admitted again at once; for others Kueue sets the time.
 _AT_ONCE = ("Preempted", "NodeFailures")
 
 
@@ -56,7 +57,7 @@ def admits(known: Situation) -> bool:
 
 
 def withdraws(known: Situation) -> bool:
-    """Return whether Kueue requires the run to close. A missing Workload does not: it is created again first."""
+    """Return whether Kueue requires the run to close; a missing Workload does not."""
     seen = known.observed.queueing.workload
     return is_queued(known) and seen is not None and not seen.is_admitted
 
@@ -91,7 +92,7 @@ def _said_of(known: Situation, seen: WorkloadView) -> Iterator[str]:
 
 
 def places(known: Situation) -> dict[str, dict[str, Any]]:
-    """Return, by role of a run that opens, the number of pods with quota and the additions to each pod."""
+    """Return the admitted number of pods and the additions to each, by role."""
     seen = known.observed.queueing.workload
     if not is_queued(known) or seen is None:
         return {}
@@ -143,7 +144,7 @@ def settle(known: Situation) -> Actions:
 
 
 def _belongs_in_queue(known: Situation) -> bool:
-    """Return whether the job should be queued; its pods must have passed the dry run."""
+    """Return whether the job should be queued."""
     if not is_queued(known) or _is_paused(known):
         return False
     return known.memory.state == "open" or (known.memory.state == "closed" and trial.is_passed(known))
@@ -154,7 +155,7 @@ def _is_paused(known: Situation) -> bool:
 
 
 def _give_back(known: Situation, seen: WorkloadView) -> Actions:
-    """Release a job of which nothing runs. A suspended or changed job leaves the queue."""
+    """Release the quota of a closed run, or the Workload of a suspended or changed job."""
     is_over = _is_paused(known) or seen.is_true("Finished")
     if is_over or seen.asked != _asked(workload_of(known)):
         return Actions(workload=WorkloadWrite("delete", seen.name, seen.uid))
@@ -173,7 +174,7 @@ def _create(known: Situation) -> Actions:
 
 
 def _release(known: Situation, seen: WorkloadView) -> WorkloadWrite:
-    """Return the status write that frees the quota and requeues the job, once nothing runs."""
+    """Return the status write that frees the quota and requeues the job."""
     evicted = seen.condition("Evicted")
     reason, message = evicted["reason"], evicted.get("message", "")
     changes = [
@@ -216,7 +217,7 @@ def queue_of(known: Situation) -> str:
 
 
 def workload_of(known: Situation) -> dict[str, Any]:
-    """Return the Workload. It depends on the job alone, not its run, and so changes only with the request."""
+    """Return the Workload, which depends only on the job and not on its run."""
     blank = replace(known, memory=Memory())
     sets = [_pod_set(blank, role, count) for role, count in counts(known).items() if count]
     spec = {"queueName": queue_of(known), "podSets": sets, **_priority(known, sets)}
@@ -233,7 +234,7 @@ def _asked(workload: dict[str, Any]) -> str:
 
 
 def counts(known: Situation) -> dict[str, int]:
-    """Return pods that run together, with the maximum of elastic generators. `prepare` runs before, on their quota."""
+    """Return the number of pods per role, of elastic generators the maximum."""
     assert known.job.job is not None
     wanted = {names.CONTROL: 1} | pods_of(known.job.job)
     replicas = known.spec.roles.generator.replicas
@@ -250,7 +251,7 @@ def _pod_set(blank: Situation, role: str, count: int) -> dict[str, Any]:
 
 
 def _priority(known: Situation, sets: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the job's priority: its trainer's, if roles differ."""
+    """Return the job's priority, which is its trainer's."""
     trainer = next(each for each in sets if each["name"] == "trainer")
     name = trainer["template"]["spec"].get("priorityClassName")
     if name is None or name not in known.observed.queueing.priorities:

@@ -1,4 +1,4 @@
-"""NetworkPolicies of one job: ports for its own pods, opened only if needed; the chart's policies deny the rest.
+"""NetworkPolicies that open ports between a job's pods; the chart's policies deny the rest.
 
 Example:
     >>> [port.name for port in OWN_PORTS]
@@ -39,7 +39,7 @@ OWN_PORTS = (_RANKS, _WEIGHTS, _MOVES)
 
 
 def policies(known: Situation, metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the policies that this job needs. `metadata` is common to all its objects."""
+    """Return the policies that a job needs."""
     if not known.settings.network_policies:
         return []
     roles = known.spec.roles

@@ -1,4 +1,4 @@
-"""Objects of a job beside its pods: ConfigMap, Secrets, Service, and PodGroups of gang schedulers."""
+"""Objects of a job beside its pods: ConfigMap, Secrets, Service and PodGroup."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _POD_GROUPS = {"volcano": "scheduling.volcano.sh/v1beta1", "coscheduling": "sche
 
 
 def objects_for(known: Situation, workers: Sequence[Worker]) -> list[dict[str, Any]]:
-    """Return the pods of these workers, preceded by what they mount."""
+    """Return the pods of these workers, preceded by the objects that they mount."""
     if not workers:
         return []
     roles = dict.fromkeys(role for role, _ in workers)
@@ -32,7 +32,6 @@ def objects_for(known: Situation, workers: Sequence[Worker]) -> list[dict[str, A
 
 
 def mounted_by(known: Situation, roles: Iterable[str]) -> list[dict[str, Any]]:
-    """Return what pods of these roles mount, to restore removed objects."""
     return [config_map(known), *(secret(known, role) for role in roles)]
 
 
@@ -41,7 +40,7 @@ def pod(known: Situation, key: Worker) -> dict[str, Any]:
 
 
 def connections(known: Situation) -> dict[str, Any]:
-    """Return a `service.connections.Connections` as JSON."""
+    """Return the contents of `connections.json`."""
     job, settings, folder = known.job, known.settings, str(known.run_folder)
     told: dict[str, Any] = {
         "uid": known.run_uid,
@@ -77,7 +76,7 @@ def config_map(known: Situation) -> dict[str, Any]:
 
 
 def ranks_service(known: Situation) -> dict[str, Any]:
-    """Return the headless Service with the trainer's pods, also unready ones, because ranks meet earlier."""
+    """Return the headless Service of the trainer's pods, also unready ones, because ranks meet earlier."""
     job = known.job
     return {
         "apiVersion": "v1",
@@ -133,7 +132,7 @@ def metadata(known: Situation) -> dict[str, Any]:
 
 
 def _owner(known: Situation) -> dict[str, Any]:
-    """Return the owner reference by which the API server garbage-collects the job's objects."""
+    """Return the owner reference for garbage collection."""
     return {
         "apiVersion": f"{names.GROUP}/{names.VERSION}",
         "kind": names.KIND,

@@ -1,4 +1,4 @@
-"""Pod of one worker, for *restricted* pod security. Its manifest is the same at every restart within a run."""
+"""Pod of one worker, for *restricted* pod security and the same at every restart within a run."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from rlhfspec.operator.making import storage
 _UNPRIVILEGED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 _USER = 65532  # of the images; any other works too
 SLOW_LEAVERS = ("trainer", "generator")  # the trainer writes a checkpoint, generators hand over
-# Kubernetes revisits a deleted namespace after 36 s, for half of the longest grace of its pods, and 8 s later if it
-# found volume claims: all is gone within a minute on a busy machine too.
+# Kubernetes revisits a deleted namespace after half of the longest grace period of its pods, so these are short.
 # A trainer that must resume from its checkpoint gets CHECKPOINT_SECONDS instead.
 _GRACE_SECONDS, LONG_GRACE_SECONDS = 30, 60
 CHECKPOINT_SECONDS = 600
@@ -59,7 +58,7 @@ def pod(known: Situation, key: Worker, owner: dict[str, Any]) -> dict[str, Any]:
 
 
 def _take_privileges(spec: dict[str, Any], cluster: Mapping[Any, Any]) -> None:
-    """Take privileges from the containers that the job adds to those of the operator and the chart."""
+    """Drop the privileges of the containers that the job adds."""
     known = {names.CONTAINER} | {each["name"] for each in containers_of(cluster)}
     for kind in CONTAINERS:
         if kind in spec:
@@ -72,18 +71,17 @@ def _take_privileges(spec: dict[str, Any], cluster: Mapping[Any, Any]) -> None:
 
 
 def _restart_id(known: Situation, role: str) -> str:
-    """Return the restart id under which a pod of this role starts."""
     restart = known.spec.restart
     return restart.id if not restart.roles or role in restart.roles else ""
 
 
 def _templates(known: Situation, options: PodOptions) -> tuple[Mapping[Any, Any], ...]:
-    """Return the pod templates in merge order: the cluster's, the job's, the role's."""
+    """Return the pod templates in merge order: the chart's, the job's, the role's."""
     return known.settings.pod_template, known.spec.pod_template, options.pod_template
 
 
 def trainer_seconds(known: Situation) -> int:
-    """Return the trainer's grace to finish a step and checkpoint; templates may raise it."""
+    """Return the trainer's grace period in seconds, which templates may raise."""
     templates = _templates(known, known.spec.roles.trainer) if known.job.job else ()
     said = [template.get("spec", {}).get("terminationGracePeriodSeconds") for template in templates]
     return max(CHECKPOINT_SECONDS, *(each for each in said if isinstance(each, int)), 0)
@@ -132,7 +130,6 @@ def _security(known: Situation) -> dict[str, Any]:
 
 
 def _spread(known: Situation, topology_key: str) -> dict[str, Any]:
-    """Return a constraint that spreads generators, so that losing one place does not lose all."""
     return {
         "maxSkew": 1,
         "topologyKey": topology_key,
@@ -172,7 +169,7 @@ def image_of(known: Situation, role: str, options: PodOptions) -> str:
 
 
 def command(known: Situation, key: Worker) -> list[str]:
-    """Return the command line, the same that the local supervisor uses."""
+    """Return the command line, as in the local supervisor."""
     role, worker = key
     module = ["-m", f"rlhfspec.{role}", "--connections", str(names.CONNECTIONS_FILE)]
     ranks = known.spec.roles.trainer.ranks_per_node if role == "trainer" else 1
@@ -274,11 +271,11 @@ def _mounts(known: Situation, role: str) -> list[dict[str, Any]]:
 
 def num_gpus(known: Situation, role: str) -> int:
     options: PodOptions = getattr(known.spec.roles, role)
-    return min(sum(_gpus(known, role, options).values()), MOST)  # 1e99 fits no status
+    return min(sum(_gpus(known, role, options).values()), MOST)  # a quantity like 1e99 does not fit the status
 
 
 def _gpus(known: Situation, role: str, options: PodOptions) -> dict[str, int]:
-    """Return the GPU limits of the worker's container by kind. A resource claim counts as one device."""
+    """Return the GPU limits of the worker's container by kind, resource claims as one device each."""
     resources = _resources(known, role, options)
     limits, claims = resources.get("limits"), resources.get("claims")
     found = {
@@ -290,7 +287,7 @@ def _gpus(known: Situation, role: str, options: PodOptions) -> dict[str, int]:
 
 
 def _asked(known: Situation, role: str, options: PodOptions) -> Mapping[Any, Any]:
-    """Return the job's amounts, and the chart's of all resources that the job does not name."""
+    """Return the job's resources, with the chart's defaults for those it does not name."""
     named = {name for amounts in options.resources.values() for name in amounts}
     defaults = {
         kind: {name: amount for name, amount in amounts.items() if name not in named}
@@ -300,7 +297,7 @@ def _asked(known: Situation, role: str, options: PodOptions) -> Mapping[Any, Any
 
 
 def _resources(known: Situation, role: str, options: PodOptions) -> Mapping[Any, Any]:
-    """Return the resources after merging templates, which may contain anything."""
+    """Return the resources after merging templates."""
     resources = _asked(known, role, options)
     for template in _templates(known, options):
         containers = template.get("spec", {}).get("containers")
@@ -316,13 +313,13 @@ def group_name(known: Situation) -> str:
 
 
 def group_counts(known: Situation) -> dict[str, int]:
-    """Return how many workers of each role start together, with the minimum of elastic generators."""
+    """Return the number of workers per role that start together, of elastic generators the minimum."""
     replicas = known.spec.roles.generator.replicas
     return known.num_workers() | ({"generator": replicas.min} if replicas else {})
 
 
 def _of_scheduler(known: Situation, key: Worker) -> dict[str, Any]:
-    """Return a gang scheduler's additions to a pod. `prepare` and later generators are no group members."""
+    """Return a gang scheduler's additions to a pod."""
     scheduling, (role, worker) = known.spec.scheduling, key
     is_member = role != names.PREPARE and worker < group_counts(known).get(role, 0)
     if scheduling.gang == "kueue":
@@ -343,7 +340,7 @@ _KEYS = {"volumeMounts": "mountPath", "ports": "containerPort", "imagePullSecret
 
 
 def merged(base: Mapping[Any, Any], change: Mapping[Any, Any]) -> dict[str, Any]:
-    """Merge a user's additions into a pod like `kubectl patch`: maps recursively, lists by key; null removes.
+    """Merge changes into a pod like `kubectl patch`: maps recursively, lists by key; null removes.
 
     >>> merged({"env": [{"name": "A", "value": "1"}], "x": 1}, {"env": [{"name": "A", "value": "2"}], "x": None})
     {'env': [{'name': 'A', 'value': '2'}]}
@@ -366,7 +363,7 @@ def _is_list(value: object) -> bool:
 
 
 def _merged_lists(base: Sequence[Any], change: Sequence[Any], name: str) -> list[Any]:
-    """Merge lists: lists of text are replaced, items without the key are appended. A volume keeps one source."""
+    """Merge items by key, replace lists of text, and keep only one source per volume."""
     key = _KEYS.get(name, "name")
     if not all(isinstance(item, Mapping) for item in (*base, *change)):
         return list(change)

@@ -1,4 +1,4 @@
-"""Storage of a job's pods. All but `prepare` have the claim read-only, with the run folder writable by a `subPath`."""
+"""Storage of a job's pods, of which only `prepare` can write outside the run folder."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rlhfspec.operator.deciding.allowed import CONTAINERS, containers_of
 from rlhfspec.operator.deciding.situation import Situation
 
 _VOLUME = "storage"
-_WRITERS = ("control", "generator", "trainer", "rebalancer")  # others write their traces alone
+_WRITERS = ("control", "generator", "trainer", "rebalancer")  # others write only traces
 
 
 def volume(known: Situation) -> dict[str, Any]:
-    """Return the storage volume; with an object store an emptyDir that goes with the pod."""
+    """Return the storage volume, an emptyDir if the job uses an object store."""
     storage = known.spec.storage
     if storage.uri is not None:
         return {"name": _VOLUME, "emptyDir": {}}
@@ -33,7 +33,7 @@ def mounts(known: Situation, role: str) -> list[dict[str, Any]]:
 
 
 def variables(known: Situation, role: str) -> dict[str, str]:
-    """Return the places of caches: what a pod itself caches must not lie in the part that it cannot write."""
+    """Return the variables with cache folders; HF_HOME must be writable."""
     shared = _writes_all(known, role)
     return {
         "RLHFSPEC_CACHE": str(names.CACHE),
@@ -43,7 +43,7 @@ def variables(known: Situation, role: str) -> dict[str, str]:
 
 
 def protect_claims(known: Situation, role: str, spec: dict[str, Any], cluster: Mapping[Any, Any]) -> None:
-    """Make mounts of claims read-only, except those of the operator and of the chart's template."""
+    """Make mounts of claims read-only, except those of operator and chart."""
     ours = next(
         each for each in (*cluster.get("spec", {}).get("volumes", ()), volume(known)) if each["name"] == _VOLUME
     )

@@ -1,4 +1,4 @@
-"""Dry run of a job's pods before a run opens: only the API server can validate a `podTemplate` or quantities."""
+"""Dry run of a job's pods before a run, since only the API server can validate their fields."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ONLY_A_TRIAL = ("dry run", "dryRun")  # webhooks without dry-run support
 # Refusals by webhooks or policies, which are no error in the spec.
 _NOT_ABOUT_WORDS = ("webhook", "is forbidden: ", *_ONLY_A_TRIAL)
 _MOST_CHARACTERS = 2000
-_AGAIN_SECONDS = 15.0  # before an object without the label is looked at again
+_AGAIN_SECONDS = 15.0  # retry interval of an object without the label
 _TYPES_ARE_WRONG = "failed to create typed patch object"
 _CANNOT_READ = 'Pod in version "v1" cannot be handled as a Pod: '
 _WRONG_TYPE = re.compile(r"cannot unmarshal (\w+) into Go struct field \w+\.(\S+) of type (\S+)")
@@ -30,7 +30,7 @@ _TYPES = {"string": "a string", "bool": "true or false"} | dict.fromkeys(("int",
 
 
 def actions(known: Situation) -> Actions:
-    """Return the dry run that is due before the next run: once for each generation, or again after a while."""
+    """Return the dry run that is due before the next run, one per generation."""
     memory, last = known.memory, known.observed.trial
     if memory.state != "closed" or not _is_needed(known) or not (memory.outcome is None or known.never_ran):
         return NOTHING
@@ -65,7 +65,7 @@ def _roles(known: Situation) -> list[str]:
 def unlabelled(
     references: Sequence[NamedObject], answers: Sequence[ApiResponse], label: str, now: datetime, generation: int
 ) -> DryRunResult | None:
-    """Return the result of a job that names an object without the label; None: all have it."""
+    """Return the failed result if a referenced object lacks the label, else None."""
     for asked, answer in zip(references, answers, strict=True):
         if answer.is_refused:
             is_told = answer.is_missing or answer.code == 422
@@ -76,7 +76,7 @@ def unlabelled(
 
 
 def problem_of(job: RLHFJob | None, tried: Sequence[dict[str, Any]], answers: Sequence[ApiResponse]) -> str:
-    """Return the first problem in the user's fields; empty: none."""
+    """Return the first problem of the user's fields, or an empty text."""
     for pod, answer in zip(tried, answers, strict=True):
         if _is_about_words(answer):
             where = _where(job, pod["metadata"]["labels"][names.ROLE])
@@ -85,7 +85,7 @@ def problem_of(job: RLHFJob | None, tried: Sequence[dict[str, Any]], answers: Se
 
 
 def refusals(tried: Sequence[dict[str, Any]], answers: Sequence[ApiResponse]) -> list[tuple[str, ApiResponse]]:
-    """Return refusals of pods that would be created and refused again: a hanging webhook is awaited once."""
+    """Return the refusals of `prepare` that its creation would repeat."""
     return [
         (pod["metadata"]["name"], answer)
         for pod, answer in zip(tried, answers, strict=True)
@@ -133,7 +133,8 @@ def _type_in_words(kind: str) -> str:
 
 
 def _is_about_words(answer: ApiResponse) -> bool:
-    """
+    """Return whether a refusal is caused by the user's fields.
+
     >>> _is_about_words(ApiResponse(422, {"message": 'Pod "a" is invalid: spec.containers[0].name: Required value'}))
     True
     >>> _is_about_words(ApiResponse(403, {"message": "exceeded quota: a"}))

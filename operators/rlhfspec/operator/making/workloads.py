@@ -1,4 +1,4 @@
-"""Views and cache of Kueue's objects: the Workload of each job, ResourceFlavors (placement) and PriorityClasses.
+"""Cache of Kueue's objects: Workloads of jobs, ResourceFlavors and PriorityClasses.
 
 Example:
     >>> view = workload_view({"metadata": {"name": "rlhfjob-sums-6f1c", "namespace": "rl", "uid": "9", "generation": 1,
@@ -43,7 +43,7 @@ class WorkloadView:
     checks: tuple[Mapping[str, Any], ...] = ()  # admission checks with pod changes
 
     def condition(self, type_: str) -> Mapping[str, Any]:
-        """Return a condition, or {}."""
+        """Return the condition of this type, or {}."""
         return next((each for each in self.conditions if each["type"] == type_), {})
 
     def is_true(self, type_: str) -> bool:
@@ -75,14 +75,14 @@ def workload_view(body: Mapping[str, Any]) -> WorkloadView:
 
 
 def owner_of(metadata: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the job that controls an object; None: no job does."""
+    """Return the owner reference to the controlling job, or None."""
     owners = metadata.get("ownerReferences") or ()
     return next((owner for owner in owners if owner.get("controller") and owner["kind"] == names.KIND), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Queueing:
-    """Kueue's state for one job. `flavors`: spec by name; `priorities`: value by class."""
+    """Kueue's state of one job, with all flavors and priorities by name."""
 
     workload: WorkloadView | None = None
     flavors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Queueing:
 
 
 class Workloads:
-    """Cache of Kueue's objects. Older resource versions never replace newer ones."""
+    """Cache of Kueue's objects, in which older resource versions never replace newer ones."""
 
     def __init__(self) -> None:
         self._by_job: dict[str, tuple[Key, WorkloadView]] = {}  # by the job's uid

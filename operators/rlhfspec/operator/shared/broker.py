@@ -1,4 +1,4 @@
-"""Reachability of NATS and Redis (`Observed.broker`). Two failed dials in a row count as down."""
+"""Reachability checks of NATS and Redis; two failed dials in a row count as down."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOG = logging.getLogger(__name__)
 
 class Dialling:
     def __init__(self, urls: dict[str, str], told: Callable[[Said | None], None]) -> None:
-        """Create a dialler. `urls` are keyed by the server's display name; `told` is called when the result changes."""
+        """Create a dialler of `urls`, keyed by server name; `told` receives changed results."""
         self._urls = urls
         self._told = told
         self._missed = dict.fromkeys(urls, 0)
@@ -56,13 +56,13 @@ class Dialling:
 
 
 async def _problem_of(url: str) -> str:
-    """Return why a server does not answer; empty: it does. NATS speaks first, with or without TLS."""
+    """Return why a server does not answer, or an empty text."""
     parts = urlsplit(url)
     try:
         async with asyncio.timeout(_ANSWER_SECONDS):
             reader, writer = await asyncio.open_connection(parts.hostname, parts.port or _DEFAULT_PORTS[parts.scheme])
             try:
-                is_nats = parts.scheme in ("nats", "tls")
+                is_nats = parts.scheme in ("nats", "tls")  # which sends INFO first, even before TLS
                 return "" if not is_nats or (await reader.readline()).startswith(b"INFO ") else "no NATS server there"
             finally:
                 writer.close()
@@ -73,5 +73,5 @@ async def _problem_of(url: str) -> str:
 
 
 def _shown(url: str) -> str:
-    """Return a URL's host without user and password."""
+    """Return host and port of a URL, without credentials."""
     return urlsplit(url).netloc.rpartition("@")[2]

@@ -1,15 +1,15 @@
 """Credentials of a release in a cluster, all derived deterministically from one Secret, the `Keys`.
 
-The operator never reads a job's Secrets: it derives the same bytes whenever it applies them. A role's Secret holds only
-that role's credentials. A generator that may help a scoring stage has a separate key for it.
+The operator never reads Secrets of jobs: it derives the same bytes for every apply. A generator that may help a
+scoring stage has a separate key for that.
 
-| in a role's Secret | |
+| file in a role's Secret | purpose |
 |---|---|
-| `ca.pem`, `ROLE.pem`, `ROLE.key` | the job's own authority, and this role's certificate: TLS between workers |
-| `ROLE.creds` | NATS: a token with the rights of this role in this run, and the seed that proves it |
-| `ranks.secret` | trainer only: authenticates ranks of several nodes to each other |
-| `redis.user`, `redis.password` | Redis: `control` only, which writes the run's live state |
-| `servers-ca.pem` | the release's authority: of NATS, Redis and the operator's endpoint |
+| `ca.pem`, `ROLE.pem`, `ROLE.key` | TLS between workers: CA of the job, certificate of the role |
+| `ROLE.creds` | NATS: token with the role's rights in this run, and its seed |
+| `ranks.secret` | trainer only: authentication of ranks on several nodes |
+| `redis.user`, `redis.password` | `control` only, which writes the live state |
+| `servers-ca.pem` | CA of NATS, Redis and the operator's endpoint |
 
 Example:
     >>> keys = Keys(bytes(32), new_account_seed(), *new_authority(datetime(2026, 1, 1, tzinfo=UTC)))
@@ -42,14 +42,14 @@ from rlhfspec.messages.servers.credentials.derived import ACCOUNT_KEY, OPERATOR_
 from rlhfspec.runs.live import redis_users
 from rlhfspec.runs.live.redis_users import DASHBOARD, PASSWORD_FILE, USER_FILE, ClusterRun
 
-JOB_LIFETIME = timedelta(days=1096)  # of certificates, from the job's creation: longer than any job
+JOB_LIFETIME = timedelta(days=1096)  # of certificates, from the job's creation; longer than any job runs
 RELEASE_LIFETIME = timedelta(days=3652)
 _JETSTREAM = "$JS.API"
 
 
 @dataclass(frozen=True)
 class Keys:
-    """Contents of the Secret `RELEASE-keys`: a 32-byte `master`, the NATS account's seed, and the authority."""
+    """Contents of the Secret `RELEASE-keys`; `master` has at least 32 bytes."""
 
     master: bytes
     account_seed: bytes
@@ -58,7 +58,7 @@ class Keys:
 
     @classmethod
     def of(cls, data: Mapping[str, bytes]) -> Self:
-        """Read the Secret's data. Raises InvalidRequest."""
+        """Parse the data of the Secret, or raise InvalidRequest."""
         missing = {"master", "account.seed", "ca.pem", "ca.key"} - data.keys()
         if missing:
             raise InvalidRequest("keys", ", ".join(sorted(missing)), "missing in the release's Secret")
@@ -88,14 +88,14 @@ def new_authority(begin: datetime) -> tuple[bytes, bytes]:
 def credentials_of(
     keys: Keys, *, namespace: str, job: str, job_uid: str, run: str, role: str, created: datetime
 ) -> dict[str, bytes]:
-    """Return the data of a role's Secret. `created` is the job's creation time, `run` its run uid (`names.run_uid`)."""
+    """Return the data of a role's Secret; `created` is the job's creation time."""
     if role not in (*names.ROLES, *BUS_ROLES):
         raise InvalidRequest("role", role, f"must be one of {', '.join(names.ROLES)}")
     secret = derived(keys.master, "job", job_uid)
     authority = _authority(secret, job_uid, created.replace(microsecond=0))
     data = {"ca.pem": authority.certificate, "servers-ca.pem": keys.ca_pem}
     if role == names.PREPARE:
-        return data  # it uses no server
+        return data  # prepare uses no server
     data[f"{role}.pem"], data[f"{role}.key"] = authority.issue(role, [names.WORKER_HOST])
     if role == names.CONTROL:
         data[USER_FILE] = redis_users.user_of(keys.master, ClusterRun(namespace, run)).encode()
@@ -122,14 +122,14 @@ def _creds(keys: Keys, seed: str, name: str, rights: RoleRights, issued: int = 0
 
 
 def operator_creds(keys: Keys) -> bytes:
-    """Return NATS credentials that can create streams and consumers of open runs, and find and delete old streams."""
+    """Return NATS credentials to manage the streams of all runs."""
     calls = ("STREAM.NAMES", "STREAM.INFO.*", "STREAM.CREATE.*", "STREAM.DELETE.*", "CONSUMER.CREATE.*.*")
     publish = tuple(f"{_JETSTREAM}.{call}" for call in calls)
     return _release_creds(keys, "operator", publish, ())
 
 
 def dashboard_creds(keys: Keys) -> bytes:
-    """Return NATS credentials that can view every run, like `view` one run."""
+    """Return NATS credentials with read access to every run."""
     in_one_run = rights_of("view", "job", "run").subscribe
     looks_on = tuple(each.replace("rlhf.job.run.", "rlhf.*.*.") for each in in_one_run if "rlhf." in each)
     return _release_creds(keys, DASHBOARD, (f"{_JETSTREAM}.STREAM.INFO.*", f"{_JETSTREAM}.STREAM.MSG.GET.*"), looks_on)
@@ -180,5 +180,5 @@ def nats_config(keys: Keys) -> bytes:
 
 
 def _redis_users(keys: Keys) -> bytes:
-    """Return Redis users: the operator only, which creates all others, also after a restart of Redis."""
+    """Return the Redis ACL file with the operator's user only."""
     return shared.redis_users({redis_users.OPERATOR: redis_users.rules_of_operator(keys.master)})

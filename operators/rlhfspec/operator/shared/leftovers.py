@@ -1,10 +1,11 @@
-"""Cleanup and setup of runs in NATS and Redis, beside the reconciles: streams, users, keys.
+"""Setup and cleanup of the streams, users and keys of runs in NATS and Redis.
 
     cache.open_runs, live_runs -> Runs -> Streams, RedisUsers (a `Server` each, in a `Tending`)
 
-One task per server compares periodically, and when a run opens or ends, what exists with what should. It needs no
-finalizers: after downtime it recognizes runs that ended. A run is over if its job is gone or says so, none of its pods
-runs, and the operator can know: it saw the run live, or watches all of its namespace."""
+One task per server reconciles it periodically, and whenever a run opens or ends. Finalizers are not needed, because
+ended runs are recognized after downtime. A run is over if its job is gone or closed and no pod of it runs. The operator
+must also have seen it live, or watch its whole namespace.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ class OpenRun:
 
 
 class Runs:
-    """Runs as the cleanup sees them. `watched`: completely known namespaces; `may_act`: checked before writes."""
+    """Open, live and ended runs; `watched` returns the completely listed namespaces."""
 
     def __init__(self, cache: Cache, watched: Callable[[], set[str]], may_act: Callable[[], bool]) -> None:
         self._cache = cache
@@ -61,7 +62,7 @@ class Runs:
         ]
 
     def live(self) -> set[str]:
-        """Return the uids of live runs, which are left alone."""
+        """Return the uids of live runs, and remember them."""
         live = self._cache.live_runs()
         for uid in live:
             self._seen[uid] = None
@@ -71,14 +72,14 @@ class Runs:
         return live
 
     def over(self, found: Iterable[ClusterRun]) -> set[ClusterRun]:
-        """Return which of these runs, found on a server beforehand, are over."""
+        """Return the runs of `found` that are over; list them before this call."""
         live, watched = self.live(), self._watched()
         return {
             run for run in found if run.uid not in live and (run.namespace in watched or self._was_seen_to_end(run))
         }
 
     def _was_seen_to_end(self, run: ClusterRun) -> bool:
-        """Return whether a run that was live is gone from a namespace that is still watched."""
+        """Return whether a run was seen live in a namespace that was always watched."""
         return run.uid in self._seen and run.namespace not in self._cache.left
 
     def check(self) -> None:
@@ -91,13 +92,13 @@ class Server(Protocol):
     seconds: float  # between two passes
 
     async def settle(self, runs: Runs) -> None:
-        """Create what open runs need, delete leftovers. Raises ServerAway; the next pass continues."""
+        """Create resources of open runs and delete leftovers, or raise ServerAway."""
 
     async def close(self) -> None: ...
 
 
 class Tending:
-    """Task that keeps one server up to date. `failed` is called for each incomplete pass."""
+    """Task that keeps one server up to date and calls `failed` after an incomplete pass."""
 
     def __init__(self, server: Server, runs: Runs, failed: Callable[[str], None]) -> None:
         self._server = server
@@ -107,11 +108,10 @@ class Tending:
         self._problem = ""
 
     def tell(self) -> None:
-        """Start a pass: a run opened or ended."""
+        """Start a pass because a run opened or ended."""
         self._told.set()
 
     async def run(self) -> None:
-        """Run until cancelled."""
         looking = asyncio.create_task(self._keep_looking())
         try:
             await asyncio.wait([looking])

@@ -1,16 +1,17 @@
-"""Permissions of the operator as data: the chart's roles are generated from it, and tests compare it with an audit log.
+"""Permissions of the operator, from which the roles of the chart are generated.
 
 | rules | bound in |
 |---|---|
 | JOBS | every namespace with jobs |
-| GANG | the same, when jobs use Kueue, Volcano or coscheduling |
-| SPACES | the cluster, when the operator's scope is cluster: it sets up namespaces with the label |
-| KUEUE | the cluster, when jobs use Kueue |
-| RELEASE | the operator's own namespace |
-| CLUSTER | the cluster: a TokenReview has no namespace |
-| INSTALL | the operator's own namespace, for the install hook (`keys`) alone |
+| GANG | the same, for Kueue, Volcano or coscheduling |
+| SPACES | the cluster, with scope `cluster`, to set up namespaces |
+| KUEUE | the cluster, for Kueue |
+| RELEASE | the operator's namespace |
+| CLUSTER | the cluster, since a TokenReview has no namespace |
+| INSTALL | the operator's namespace, for the install hook `keys` |
 
-It never reads a Secret of a job: a patch that tests the owner or a label tells whether it is the job's or for jobs."""
+The operator never reads Secrets of jobs: its patches test the owner or a label instead.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ JOBS = (
     PolicyRule(names.GROUP, (f"{names.PLURAL}/status",), ("patch",)),
     PolicyRule("", ("pods",), ("list", "watch", "create", "patch", "delete")),
     PolicyRule("", ("configmaps", "secrets", "services"), ("create", "patch")),
-    PolicyRule("", ("persistentvolumeclaims",), ("patch",)),  # tests the label of those that a job names
+    PolicyRule("", ("persistentvolumeclaims",), ("patch",)),  # to test the label of claims that a job names
     PolicyRule("networking.k8s.io", ("networkpolicies",), ("create", "patch")),
     PolicyRule("", ("events",), ("list", "watch", "create", "patch")),
 )
@@ -51,7 +52,7 @@ KUEUE = (
     PolicyRule("kueue.x-k8s.io", ("resourceflavors",), ("list", "watch")),
     PolicyRule("scheduling.k8s.io", ("priorityclasses",), ("list", "watch")),
 )
-# The chart adds resource names: only those objects may be patched, and only the role JOBS be bound.
+# The chart adds resource names, so that only those objects are patched and only the role JOBS is bound.
 SPACES = (
     PolicyRule("", ("namespaces",), ("list", "watch")),
     PolicyRule("", ("serviceaccounts", "persistentvolumeclaims"), ("create",)),
@@ -66,7 +67,7 @@ INSTALL = (PolicyRule("", ("secrets",), ("get", "create")),)
 
 
 def as_rules(rules: tuple[PolicyRule, ...]) -> list[dict[str, Any]]:
-    """Return rules in the form of a Role.
+    """Return rules as in a Role.
 
     >>> as_rules(CLUSTER)
     [{'apiGroups': ['authentication.k8s.io'], 'resources': ['tokenreviews'], 'verbs': ['create']}]

@@ -1,4 +1,4 @@
-"""Redis users of open runs, and removal of users and keys of runs that are over."""
+"""Creation of Redis users of open runs, and removal of users and keys of ended runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _AT_ONCE = 100  # commands per pipeline
 
 
 class RedisUsers:
-    """Redis users and keys of runs. `login` is the operator's user and password, `authority` the server's CA."""
+    """Users and keys of runs in Redis; `login` is (user, password)."""
 
     name, seconds = "Redis", _LOOK_SECONDS
 
@@ -47,7 +47,7 @@ class RedisUsers:
         await close(self._redis)
 
     async def _make(self, there: set[str], runs: Runs) -> None:
-        """Create missing users; after each new connection all, since another version's operator may have made them."""
+        """Create missing users, or all after a reconnect, since another version may have made them."""
         num_connects = self._num_connects
         known = there if num_connects == self._made_after else set[str]()
         commands = [
@@ -61,7 +61,7 @@ class RedisUsers:
         self._made_after = num_connects
 
     async def _take_away(self, there: set[str], runs: Runs) -> None:
-        """Remove keys, then users: while a user exists, the next pass can continue."""
+        """Remove keys before users of ended runs, so that the next pass can continue."""
         found = {name: run for name in there if (run := users.run_of(self._master, name)) is not None}
         over = runs.over(found.values())
         names = sorted(name for name, run in found.items() if run in over)
@@ -86,7 +86,7 @@ class RedisUsers:
 
 
 def _text(said: bytes | str) -> str:
-    """Decode an answer, which the client leaves as bytes at times."""
+    """Decode a response of bytes or text."""
     return said.decode(errors="replace") if isinstance(said, bytes) else said
 
 
@@ -94,7 +94,8 @@ T = TypeVar("T")
 
 
 def _parts(things: Sequence[T]) -> Iterator[Sequence[T]]:
-    """
+    """Split a sequence into parts of `_AT_ONCE`.
+
     >>> [list(part) for part in _parts(range(150))][1][:2]
     [100, 101]
     """

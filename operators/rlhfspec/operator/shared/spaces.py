@@ -1,6 +1,4 @@
-"""Objects that jobs need in each namespace, created by the leader with scope `cluster` (else by the chart). They stay
-when the label goes, since pods may use them.
-"""
+"""Setup of labelled namespaces, whose objects outlive the label because pods may use them."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ class Spaces:
         self._problems: dict[str, str] = {}
 
     def joins(self, namespace: str) -> None:
-        """Set up a namespace, also one recreated under the same name."""
+        """Schedule the setup of a new or recreated namespace."""
         self._namespaces.add(namespace)
         self._done.discard(namespace)
         self._changed.set()
@@ -36,7 +34,7 @@ class Spaces:
         self._done.discard(namespace)
 
     async def work(self) -> None:
-        """Run while this replica leads. Each leader applies everything again, also after upgrades."""
+        """Set up all namespaces while this replica leads."""
         self._done.clear()
         while True:
             self._changed.clear()
@@ -53,7 +51,7 @@ class Spaces:
                 pass
 
     async def _furnish(self, namespace: str) -> str:
-        """Create the kit; return why something is missing, or an empty text."""
+        """Create the kit and return the first problem, or an empty text."""
         for thing in self._kit:
             try:
                 answer = await self._make(thing | {"metadata": thing["metadata"] | {"namespace": namespace}})

@@ -1,6 +1,6 @@
-"""Streams in NATS: created with their consumers for open runs, deleted for runs that are over. Runs never create
-streams, because all share one account and a stream could capture others' subjects. Metadata names install and
-namespace; streams without it are foreign.
+"""Creation and deletion of the NATS streams of runs, except those of other installs.
+
+Runs never create streams, because all share one account and a stream could capture subjects of others.
 
 Example:
     >>> metadata_of("6eb63d927a08", "team")
@@ -43,13 +43,13 @@ def metadata_of(install: str, namespace: str) -> dict[str, str]:
 
 
 def run_in(stream: str) -> str:
-    """Return the run's uid from a stream's name; empty: not of a run."""
+    """Return the run uid in a stream's name, or an empty text."""
     words = stream.split("_")
     return words[-2] if words[0] == "rlhf" and len(words) >= 4 else ""
 
 
 def calls_of(run: OpenRun, install: str, there: Collection[str]) -> list[Call]:
-    """Return the calls that create a run's streams and consumers, in order; [] if all streams exist."""
+    """Return the calls that create a run's missing streams and consumers."""
     keeping = Keeping(work_seconds=KEEP_SECONDS, metadata=metadata_of(install, run.namespace))
     calls: list[Call] = []
     is_lacking = False
@@ -64,7 +64,7 @@ def calls_of(run: OpenRun, install: str, there: Collection[str]) -> list[Call]:
 
 
 class Streams:
-    """Streams of runs. `creds` are NATS credentials with the rights of `service.credentials.operator_creds`."""
+    """Streams of runs in NATS; `creds` come from `credentials.operator_creds`."""
 
     name, seconds = "NATS", _LOOK_SECONDS
 
@@ -75,14 +75,14 @@ class Streams:
         self._url = url
         self._install = install
         self._options = options
-        self._of_others: set[str] = set()  # foreign streams, which stay foreign
+        self._of_others: set[str] = set()  # streams of other installs, remembered for good
 
     async def settle(self, runs: Runs) -> None:
         client = Client()
         try:
             async with asyncio.timeout(SWEEP_SECONDS):
                 await self._connect(client)
-                names = await self._names(client)  # first, so that a run that opens meanwhile is not among them
+                names = await self._names(client)  # first, so that a run that opens meanwhile is not swept
                 refused = await self._declare(client, names, runs)
                 await self._sweep(client, names, runs)
         except (OSError, TimeoutError, nats.errors.Error) as error:
@@ -93,14 +93,14 @@ class Streams:
             raise ServerAway(refused[0])
 
     async def close(self) -> None:
-        """Do nothing: each pass has its own connection."""
+        """Do nothing, because each pass has its own connection."""
 
     async def _connect(self, client: Client) -> None:
         async with asyncio.timeout(2 * CALL_SECONDS):
             await client.connect(self._url, name="operator", allow_reconnect=False, error_cb=_quiet, **self._options)
 
     async def _declare(self, client: Client, names: set[str], runs: Runs) -> list[str]:
-        """Create what open runs lack. Return refusals, which do not keep the other runs waiting."""
+        """Create missing streams of open runs and return refusals."""
         lacking = [calls for run in runs.to_declare() if (calls := calls_of(run, self._install, names))]
         refused: list[str] = []
         for start in range(0, len(lacking), RUNS_AT_ONCE):
@@ -166,4 +166,4 @@ async def _closed(client: Client) -> None:
 
 
 async def _quiet(_: Exception) -> None:
-    """Ignore client callbacks: errors are raised at the call."""
+    """Ignore a client error, which the call raises too."""

@@ -20,7 +20,7 @@ Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also 
 
 
 def compare(runs: Runs, plot: Plot = None) -> None:
-    """Compare runs: reward from first to last, on held-out prompts where all were evaluated, KL, length, speed."""
+    """Compare runs: first and last reward, held-out reward where all runs have it, KL, response length, speed."""
     from rlhfspec.runs.folder.run_folder import RunFolder
     from rlhfspec.runs.view import plots
     from rlhfspec.runs.view.learning_signs import warning_of

@@ -16,7 +16,7 @@ Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to lis
 
 
 def dashboard(runs: Runs, port: Port = 8000) -> None:
-    """Show runs in a browser: curves, generators, moves and samples, also while they go on. Ctrl-C ends it."""
+    """Show finished and running runs in a browser: curves, generators, moves and samples. Ctrl-C ends it."""
     with exit_on_problems():
         for run in runs:
             if not run.is_dir():

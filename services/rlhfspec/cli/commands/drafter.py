@@ -46,8 +46,7 @@ def train(
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="Of the answers, as in the job.")] = 1.0,
     device: Annotated[str, typer.Option("--device", help="cpu, cuda, or another that torch has.")] = "cpu",
 ) -> None:
-    """Train a drafter: the policy answers the prompts, the drafter learns from it. Ctrl-C ends it early, with what is
-    learnt by then. Give the folder as model.drafter."""
+    """Train a drafter on the policy's answers, to use as model.drafter. Ctrl-C ends early and saves what was learnt."""
     from rlhfspec.engine.core import Engine
     from rlhfspec.engine.distilling.before import AT_ONCE, Limit, distil, drafter_of
     from rlhfspec.engine.params import SamplingParams
@@ -81,7 +80,7 @@ def train(
 def report(
     run: Run, as_json: Annotated[bool, typer.Option("--json", help="Print the lines as they are.")] = False
 ) -> None:
-    """Show what drafters learnt in a run: acceptance by step and depth, what it cost, what it brought."""
+    """Show what a run's drafters learnt: acceptance by step and depth, time spent and time saved."""
     from rlhfspec.runs.folder.learnt import learnt_lines
 
     with exit_on_problems():
@@ -104,7 +103,7 @@ def report(
 
 @app.command()
 def export(run: Run, out: Out) -> None:
-    """Write what drafters learnt in a run as a Hugging Face folder, for another run or another engine."""
+    """Write a run's learnt drafter as a Hugging Face folder, for another run or engine."""
     from rlhfspec.runs.folder.learnt import LEARNT
     from rlhfspec.runs.folder.run_folder import RunFolder
 
@@ -193,7 +192,7 @@ def _table(lines: list[LearntLine]) -> Table:
 
 
 def _acceptance(counts: list[tuple[int, ...]]) -> list[str]:
-    """Return tokens per verification, and the share of verifications that accepted at least each number of drafts.
+    """Return tokens per verification, then for each depth the share of verifications that accepted as many drafts.
 
     >>> _acceptance([(1, 1), (0, 1, 1)])
     ['2.00', '75%', '25%', '0%', '0%', '0%', '0%']

@@ -27,7 +27,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object per 
 
 
 def explain_moves(run: Run, as_json: AsJson = False) -> None:
-    """Show which samples went on at another generator, why they did or did not, and what came of each move."""
+    """Show which samples moved to another generator, why or why not, and the outcome of each move."""
     with exit_on_problems():
         lines = _lines(run)
     console = wide_console()

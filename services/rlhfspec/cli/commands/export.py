@@ -20,7 +20,7 @@ Out = Annotated[Path | None, typer.Option("--out", metavar="FOLDER", help="Folde
 
 
 def export(run: Run, step: Step = None, out: Out = None) -> None:
-    """Write a checkpoint's policy as a Hugging Face folder, and say which checkpoint it is."""
+    """Write a checkpoint's policy as a Hugging Face folder, and print which checkpoint it is."""
     from rlhfspec.runs.folder.choosing import best_or_last, chosen
     from rlhfspec.runs.folder.run_folder import RunFolder
 

@@ -1,4 +1,4 @@
-"""Commands around a job file, which import no torch for a usual job."""
+"""Commands on job files. Usual jobs need no import of torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def validate(
     overrides: Set = None,
     prompts: Annotated[bool, typer.Option("--prompts", help="Also tokenize every prompt.")] = False,
 ) -> None:
-    """Check a job and its data, and say in short what it would do."""
+    """Check a job and its data, and print a summary of the run."""
     with exit_on_problems():
         checked = read_job(job, overrides or [])
         check_made_here(checked, job)
@@ -55,7 +55,7 @@ def init(
     algorithm: Annotated[str, typer.Option(help=f"Algorithm: {', '.join(ALGORITHMS)}.")] = "grpo",
     force: Annotated[bool, typer.Option("--force", help="Overwrite the job file if there is one.")] = False,
 ) -> None:
-    """Write a commented job to start from, and rewards.py beside it when there is none."""
+    """Write a commented job to start from, and rewards.py beside it if missing."""
     if algorithm not in ALGORITHMS:
         refuse(f"--algorithm: must be one of {', '.join(ALGORITHMS)} (got {algorithm!r})")
     if job.exists() and not force:
@@ -106,7 +106,6 @@ def _summary(job: RLHFJob) -> list[str]:
 
 
 def _data_lines(job: RLHFJob, with_tokenizer: bool) -> tuple[list[str], dict[str, str] | None]:
-    """Return lines on the data if it is on this machine, and its columns."""
     from rlhfspec.training.data import Order, Prompts, load_tokenizer
     from rlhfspec.training.data.columns import columns_of_rows
 

@@ -27,7 +27,7 @@ def plan(
         int | None, typer.Option("--gpus", min=1, help="GPUs of one machine; left out: each process has its own.")
     ] = None,
 ) -> None:
-    """Say what goes where and how much memory it takes, from configurations of models alone; refuse what cannot fit."""
+    """Print placement and memory needs from model configurations alone; refuse what cannot fit."""
     from rlhfspec.huggingface.devices import settled
     from rlhfspec.training.planning.needs import BYTES, counts, memory_of, needs_of, sum_of, weights_seconds
 
@@ -53,7 +53,6 @@ def plan(
 
 
 def _shapes(spec: Spec) -> dict[str, ModelShape]:
-    """Return model shapes by field of spec.model, for those that are not made of the policy."""
     from rlhfspec.training.planning.shape import shape_at
 
     return {

@@ -40,11 +40,11 @@ Processes = Annotated[
 def run(job: Job, overrides: Set = None, out: Out = None, resume: Resume = False, processes: Processes = False) -> None:
     """Run a job. Ctrl-C finishes the step, writes a checkpoint and stops.
 
-    All stages run in this process; with --processes every worker is a process of its own and is restarted when it
-    fails. Under torchrun, rank 0 runs the stages and all ranks share the training (docs/training.md).
+    All stages run in this process; --processes gives every worker a process of its own, restarted when it fails. Under
+    torchrun, rank 0 runs the stages and all ranks share the training (docs/training.md).
     """
     console = wide_console()
-    with exit_on_problems(), on_signals(lambda: leave_at_once("stopped")):  # the stages listen for themselves
+    with exit_on_problems(), on_signals(lambda: leave_at_once("stopped")):  # the stages install their own handlers
         checked = read_job(job, overrides or [])
         check_engine(checked)
         told = rank_told(os.environ)
@@ -71,7 +71,7 @@ class _Command:
     processes: bool = False
 
     def to_go_on(self, more_steps: int | None) -> str:
-        """Return the command that continues the run, without secrets; a completed run needs more steps.
+        """Return the command that resumes the run, without secrets; `more_steps` replaces training.steps.
 
         >>> _Command(Path("my job.yaml"), ["training.steps=2"], Path("out/a"), processes=True).to_go_on(4)
         "rlhfspec run --processes 'my job.yaml' --set training.steps=4 --out out/a --resume"
@@ -107,14 +107,14 @@ def _run(job: RLHFJob, command: _Command, console: Console) -> RunOutcome:
         more_steps = 2 * job.spec.training.steps if outcome == "completed" and not reason else None
         try:
             run.finish(outcome, reason, resume_command=command.to_go_on(more_steps), console=console)
-        except (StorageError, OSError) as error:  # what ended the run is said all the same
+        except (StorageError, OSError) as error:  # keep the reason that ended the run
             problem = f"{outcome}: {reason}; " if reason else f"{outcome}; "
             raise StorageError(command.out, f"{problem}its end cannot be written down: {error}") from error
         return outcome
 
 
 def _begin(folder: RunFolder, job: RLHFJob, command: _Command, view: View) -> None:
-    """Begin the folder before anything heavy is imported."""
+    """Open the run folder before anything heavy is imported."""
     from rlhfspec.messages.loop import workers_of
     from rlhfspec.messages.servers.scratch import end_run_in
 
@@ -126,8 +126,7 @@ def _begin(folder: RunFolder, job: RLHFJob, command: _Command, view: View) -> No
 
 
 def _prepared(job: RLHFJob, command: _Command, folder: RunFolder, view: View, status: StatusLine) -> JobRun:
-    """Prepare the run, with --processes without importing torch."""
-    check_made_here(job, command.job)  # imports what makes the data
+    check_made_here(job, command.job)  # imports the generators of the data
     kind = _process_run() if command.processes else _local_run(status)
     from rlhfspec.messages.servers.scratch import end_dead_runs
     from rlhfspec.prepare.tiny_paths import with_tiny_paths
@@ -189,7 +188,7 @@ async def _stages(run: JobRun) -> None:
 
 
 def _stop(run: JobRun) -> None:
-    """Stop the run in order at the first call, at once at the second."""
+    """Stop the run in order at the first call, then at once."""
     if run.stop.is_set():
         leave_at_once("stopped at once; the last checkpoint stands")
     run.stop.set()

@@ -23,7 +23,7 @@ def make(
         ),
     ] = None,
 ) -> None:
-    """Make what is missing and print the folders. Six minutes the first time, half of them for `library`."""
+    """Make missing models and print all folders. The first time takes six minutes."""
     import torch
 
     from rlhfspec.tiny.models import ensure

@@ -27,7 +27,7 @@ Watch = Annotated[bool, typer.Option("--watch", help="Refresh every second until
 
 
 def top(run: Run, watch: Watch = False) -> None:
-    """Show the processes of a run: where each runs, what it does, its load, and how many samples it has."""
+    """Show the processes of a run: host, activity, load and number of samples."""
     with exit_on_problems():
         connections = _connections(run)
         table = _table(_look(connections))
@@ -50,7 +50,7 @@ def _connections(run: Path) -> Connections:
 
 
 def _of_one_process(run: Path) -> str:
-    """Return how far the run of one process in the folder is, and where to see more, or ""."""
+    """Return the progress of a one-process run in the folder, and where to see more, or ""."""
     from rlhfspec.runs.folder.run_folder import RunFolder
 
     folder = RunFolder(run)

@@ -59,6 +59,5 @@ def _found(run: Path, sample: str | None, slowest: int | None, step: int | None)
 
 
 def _content(life: Life) -> dict[str, Any]:
-    """Return the spans as JSON, with the ids that other tracing tools use."""
     spans = [asdict(span) | {"trace": span.trace, "id": span.id} for span in life.spans]
     return {"sample": life.sample, "began": life.began, "ended": life.ended, "spans": spans}

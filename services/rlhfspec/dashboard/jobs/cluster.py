@@ -1,4 +1,4 @@
-"""Jobs from the API server. Lists are fetched only while a visitor looks, and shared for a while."""
+"""Jobs from the API server. Lists are fetched on demand and cached briefly."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from rlhfspec.runs.live.redis_users import DASHBOARD
 _LIST_SECONDS = 2.0
 _MOST_CHARACTERS = 500  # of a message
 log = logging.getLogger("rlhfspec.dashboard")
-SPEAKING = ("Starting", "Running", "Suspending")  # phases in which a run has somebody to listen to
+SPEAKING = ("Starting", "Running", "Suspending")  # phases in which a run sends live signals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Servers:
-    """Servers of the release. `storage`: mount of the claim `storage_claim`; None: run folders cannot be read."""
+    """Servers of the release. `storage`: mount of the claim `storage_claim`, if any."""
 
     nats_url: str | None = None
     redis_url: str | None = None
@@ -37,7 +37,7 @@ class Servers:
 
 
 class ClusterSource:
-    """Source of jobs from the API server. The caller closes `api`. `namespaces` empty: the whole cluster."""
+    """Job source of the API server. Empty `namespaces`: the whole cluster."""
 
     def __init__(self, api: Api, servers: Servers, *, namespaces: Sequence[str] = ()) -> None:
         self._api = api
@@ -120,7 +120,7 @@ class ClusterSource:
         )
 
     def _folder(self, key: JobKey, job: dict[str, Any]) -> Path | None:
-        """Return the run folder of a job on the mounted claim, or None for a job of another claim."""
+        """Return the job's run folder, or None if it is not on the mounted claim."""
         storage, wanted = self._servers.storage, _at(job, "spec", "storage")
         claim = wanted.get("claim")
         if storage is None or wanted.get("uri") is not None or key.namespace != self._servers.storage_namespace:
@@ -137,7 +137,7 @@ class ClusterSource:
 
 
 def head_of(job: Mapping[str, Any]) -> JobHead:
-    """Return a row of the list. Fields that the operator has not set are empty.
+    """Return the list row of a job. Unset fields are empty.
 
     >>> job = {"metadata": {"namespace": "a", "name": "sums"}, "spec": {"algorithm": {"name": "grpo"}},
     ...        "status": {"phase": "Running", "progress": {"step": 3, "totalSteps": 9, "reward": 0.5}, "gpus": 4}}
@@ -181,7 +181,8 @@ def _condition(found: Mapping[str, Any]) -> Condition:
 
 
 def pod_of(pod: Mapping[str, Any]) -> Pod:
-    """
+    """Return a pod as the page shows it.
+
     >>> ended = {"terminated": {"reason": "Error", "exitCode": 1, "message": "the end of its log"}}
     >>> pod_of({"metadata": {"name": "sums-reward-0"}, "status": {"containerStatuses": [{"state": ended}]}}).message
     'Error, exit code 1'
@@ -203,7 +204,7 @@ def pod_of(pod: Mapping[str, Any]) -> Pod:
 
 
 def _state(container: Mapping[str, Any]) -> str:
-    """Return the container state from Kubernetes alone, without text that a process wrote."""
+    """Return the container state, without text that its process wrote."""
     waiting, ended = _at(container, "state", "waiting"), _at(container, "state", "terminated")
     if ended:
         return f"{ended.get('reason') or 'Ended'}, exit code {ended.get('exitCode')}"
@@ -211,7 +212,7 @@ def _state(container: Mapping[str, Any]) -> str:
 
 
 def last_words_of(pod: Mapping[str, Any]) -> str:
-    """Return the termination messages of the pod's processes, which the kubelet takes from their logs."""
+    """Return the termination messages of the pod's containers."""
     return " ".join(" ".join(dict.fromkeys(_last_words(pod))).split())[-_MOST_CHARACTERS:]
 
 
@@ -240,7 +241,7 @@ def _list(found: Any) -> list[Mapping[str, Any]]:
 
 
 def _number(value: Any) -> float | None:
-    """Return a number. The API server writes floats as text, such as "0.25"."""
+    """Parse a number, which the API server may write as text."""
     try:
         return None if value is None else float(value)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Reader of a run's folder during the run: curves, moves, samples and traces. It neither locks nor writes. Example:
+"""Lock-free, read-only access to a run folder during the run: curves, moves, samples and traces.
 
 >>> from rlhfspec.messages.records.metrics import example_step
 >>> row_of(example_step(step=3).to_line())[:4]
@@ -26,13 +26,13 @@ from rlhfspec.runs.view.text import visible
 from rlhfspec.runs.view.waterfall import by_whom, notes, pieces
 from rlhfspec.telemetry.read import Life, life_of
 
-_MOST_CHARACTERS = 20_000  # of a text that is shown whole
+_MOST_CHARACTERS = 20_000  # of a text shown in full
 HEAD_CHARACTERS = 240  # of one in a list
 MOST_LISTED = 25
-MOST_LINE_BYTES = 16 << 20  # a longer line is no sample of ours
+MOST_LINE_BYTES = 16 << 20  # a longer line is not a sample
 REMEMBERED_BYTES = 64
 
-# Of a line of steps.jsonl, what the curves show: under which name, and where it stands.
+# Curves by name, with their path in a line of steps.jsonl.
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "step": ("step",),
     "at": ("finished_unix_seconds",),
@@ -58,7 +58,7 @@ PLACE_OF = {name: place for place, name in enumerate(COLUMNS)}
 
 
 def row_of(line: str | bytes) -> Row | None:
-    """Return the row of a line of steps.jsonl, or None if the line is damaged."""
+    """Return the row of a line of steps.jsonl, or None if damaged."""
     try:
         content = json.loads(line)
     except ValueError:
@@ -68,10 +68,10 @@ def row_of(line: str | bytes) -> Row | None:
 
 
 def warning_of_rows(rows: Mapping[int, Row], evaluations: Mapping[int, Evaluation]) -> str:
-    """Return the warning about a run's last evaluation, or else about its last steps, or ""."""
+    """Return a warning about the last evaluation, else about the last steps, or ""."""
     last = [rows[step] for step in sorted(rows)[-NUM_STEPS:]]
     groups = [(row[PLACE_OF["equal_groups"]], row[PLACE_OF["prompts"]]) for row in last]
-    made = [evaluations[step] for step in sorted(evaluations) if step <= max(rows, default=0)]  # of this resume
+    made = [evaluations[step] for step in sorted(evaluations) if step <= max(rows, default=0)]  # since the last resume
     return collapse_of(made) or nothing_learnt(groups)
 
 
@@ -86,13 +86,13 @@ def _number(content: Any, path: tuple[str, ...]) -> float | None:
 
 
 class NewLines:
-    """Reader of complete lines appended since the last call. A truncated or replaced file is read from the start."""
+    """Reader of complete lines appended since the last call. Truncated or replaced files are reread."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.num_restarts = 0
         self._offset = 0
-        self._before = b""  # the last bytes that were read: still there, or this is another file
+        self._before = b""  # last bytes read; if they changed, this is another file
 
     def read(self) -> Iterator[tuple[int, bytes]]:
         try:
@@ -116,8 +116,7 @@ class NewLines:
 
 
 def plain_file(path: Path) -> BinaryIO:
-    """Open a regular file. Raise FileNotFoundError if there is none, StorageError for links and pipes, which a
-    job's pods may plant, and for unreadable files."""
+    """Open a regular file. Raise StorageError for links and pipes, which pods may plant, and unreadable files."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -160,7 +159,6 @@ class Samples:
         return found
 
     def sample(self, id: str) -> dict[str, Any]:
-        """Return a sample. Raise InvalidRequest if it is not in the file."""
         parts = id.split("/")
         if len(parts) == 4 and re.fullmatch(r"\d{1,9}", parts[1]):
             for line in self._read(int(parts[1])):
@@ -213,9 +211,9 @@ def _sample_of(line: bytes, most: int) -> dict[str, Any] | None:
 
 
 def shown(text: str, most: int) -> str:
-    """Return text with control characters made visible, cut to `most`. The text of a model is untrusted.
+    r"""Return untrusted text with visible control characters, cut to `most` characters.
 
-    >>> shown("a\\x00b\\u202ec", 3)
+    >>> shown("a\x00b\u202ec", 3)
     'a␀b…'
     """
     return visible(text[:most]) + ("…" if len(text) > most else "")
@@ -223,7 +221,7 @@ def shown(text: str, most: int) -> str:
 
 @dataclass(slots=True)
 class Changes:
-    """Changes since the last call. `anew`: earlier data is void, as a run was resumed from a checkpoint."""
+    """Changes since the last call. `anew`: earlier data is void, as the run resumed from a checkpoint."""
 
     rows: list[Row] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
@@ -261,7 +259,7 @@ class RunReader:
             self._moves_offset = 0
 
     def everything_of(self, sample: str) -> dict[str, Any]:
-        """Return the text and trace of a sample; `missing` names the reason if one is absent."""
+        """Return a sample's text and trace; `missing` holds the reason for an absent one."""
         found: dict[str, Any] = {"missing": []}
         for name, look in (("sample", self.samples.sample), ("trace", self.life)):
             try:
@@ -271,12 +269,11 @@ class RunReader:
         return found
 
     def life(self, sample: str) -> dict[str, Any]:
-        """Return a sample's trace for drawing. Raise InvalidRequest if there is none."""
         return life_content(life_of(self.path, sample))
 
 
 def life_content(life: Life) -> dict[str, Any]:
-    """Return the trace in seconds since its start. A piece is its style, begin and end."""
+    """Return the trace in seconds since its start. Each piece is (style, begin, end)."""
     return {
         "sample": life.sample,
         "began": life.began,

@@ -1,4 +1,4 @@
-"""Cache that makes one expensive request for all concurrent callers and keeps the answer briefly. Example:
+"""Cache with one request for all concurrent callers of a key.
 
 >>> async def main() -> list[int]:
 ...     asked = []
@@ -24,7 +24,7 @@ V = TypeVar("V")
 
 
 class Kept(Generic[V]):
-    """Cache of at most `most` answers; the oldest are evicted. An error reaches all waiters and is not cached."""
+    """Cache of the newest `most` answers. Errors reach all waiters and are not cached."""
 
     def __init__(self, *, seconds: float, most: int = 2000, clock: Clock | None = None) -> None:
         self._seconds = seconds

@@ -1,4 +1,4 @@
-"""Jobs from run folders on this machine. The phase is from the manifest; a killed run is marked."""
+"""Jobs from run folders on this machine. Killed runs are Interrupted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PHASES = {"running": "Running", "completed": "Succeeded", "stopped": "Suspended
 
 
 class LaptopSource:
-    """Source of jobs in `folders`, which need not exist yet."""
+    """Job source of `folders`, which need not exist yet."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._runs = {name: _Run(name, folder) for name, folder in _named(folders).items()}
@@ -53,7 +53,8 @@ class LaptopSource:
 
 
 def _named(folders: Sequence[Path]) -> dict[str, Path]:
-    """
+    """Return the folders by unique job name.
+
     >>> _named([Path("a/out"), Path("b/out"), Path("c")])
     {'out': PosixPath('a/out'), 'out-2': PosixPath('b/out'), 'c': PosixPath('c')}
     """
@@ -133,7 +134,7 @@ class _Run:
             connections = Connections.read(path)
             job = connections.job()
         except InvalidRequest:
-            return None  # being made, or going
+            return None  # being written or removed
         return Address(
             job=job.metadata.name,
             uid=connections.uid,
@@ -157,7 +158,7 @@ class _Run:
 
 
 def _conditions(head: JobHead, manifest: dict[str, Any]) -> tuple[Condition, ...]:
-    """Return conditions as a cluster reports them, so that the page shows both alike."""
+    """Return conditions in the form that a cluster reports."""
     running = head.phase == "Running"
     found = [Condition(type="Running", status=str(running), since=head.started)]
     if head.ended is not None:

@@ -1,4 +1,4 @@
-"""Sources of the dashboard's jobs: `laptop` (run folders) or `cluster` (the API server). Both only read. Example:
+"""Read-only sources of the dashboard's jobs: `laptop` (run folders) or `cluster` (the API server).
 
 >>> key = JobKey(namespace="team-a", name="sums")
 >>> str(key)
@@ -24,7 +24,7 @@ class JobKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobHead:
-    """A row of the list. Times are Unix seconds; None: not known yet."""
+    """Row of the job list. Times are Unix seconds; None: not known yet."""
 
     namespace: str
     name: str
@@ -70,12 +70,12 @@ class Pod:
     node: str = ""
     restarts: int = 0
     since: float | None = None
-    message: str = ""  # of Kubernetes: why it waits, how it ended
+    message: str = ""  # from Kubernetes: why it waits or how it ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolderInfo:
-    """Location of a run folder; `place` is a URI for an object store. `fetch`: the command that downloads it."""
+    """Location of a run folder. `place`: URI, claim or machine; `fetch`: command that downloads it."""
 
     path: str = ""
     place: str = ""
@@ -84,10 +84,10 @@ class RunFolderInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobDetail:
-    """Details of a job. `last_words`: the end of the log of terminated processes, by pod; not for every user."""
+    """Details of a job. `last_words`: log ends of terminated pods, for users who may read logs."""
 
     head: JobHead
-    run: str = ""  # uid of the run that goes on, or was the last
+    run: str = ""  # uid of the current or last run
     folder: RunFolderInfo = RunFolderInfo()
     last_words: Mapping[str, str] = field(default_factory=dict)
     conditions: tuple[Condition, ...] = ()
@@ -96,7 +96,7 @@ class JobDetail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Address of a run's live signals. `role`: whose credentials lie in the folder."""
+    """Address of a run's live signals. `role`: owner of the credentials."""
 
     job: str
     uid: str
@@ -108,14 +108,14 @@ class Address:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlace:
-    """Observable parts of a run: its folder, if reachable from here, and the address of its live signals."""
+    """Folder of a run, if reachable, and address of its live signals."""
 
     folder: Path | None = None
     address: Address | None = None
 
 
 class JobSource(Protocol):
-    """Source of jobs, cheap to ask every second. Raises InvalidRequest for an unknown job, else ClusterUnavailable."""
+    """Source of jobs, cheap to poll. Raises InvalidRequest for an unknown job, else ClusterUnavailable."""
 
     async def jobs(self) -> Sequence[JobHead]: ...
 

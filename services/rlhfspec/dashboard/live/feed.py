@@ -1,11 +1,10 @@
-"""One job's run for browsers: state from its folder, Redis and NATS, sent as events. A feed outlives its last reader a
-little, so that a returning browser has missed nothing.
+"""State of one job's run, from its folder, Redis and NATS, sent to browsers as events.
 
-Events by name:
+A feed outlives its last reader briefly, so that a returning browser misses nothing. Events by name:
 
-- whole: curves and moves, to a new reader; steps, moves: later ones
-- job, now: the latest conditions and pods; the latest generators and workers
-- samples: beginnings of the last texts; last_words: logs of ended pods. For users who may read logs
+- whole: all curves and moves, for a new reader; steps, moves: later ones
+- job, now: current conditions and pods; current generators and workers
+- samples, last_words: latest sample texts and logs of ended pods, for users who may read logs
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ from rlhfspec.stage.tasks import ended
 from rlhfspec.stage.threads import ComputeThread
 
 _TELL_SECONDS = 0.5
-TELL_MANY_SECONDS = 1.0  # where an event is large: of many generators
+TELL_MANY_SECONDS = 1.0  # with many generators, whose events are large
 MANY = 50
 REDIS_SECONDS = 0.5
 FOLDER_SECONDS = 1.0
 SOURCE_SECONDS = 1.0
 _MOST_MOVES = 200
-MOST_POINTS = 600  # of a curve that a new browser is told; a longer one is thinned out
+MOST_POINTS = 600  # of a curve for a new browser; longer ones are thinned
 _MOST_SAMPLES = 8
-LINGER_SECONDS = 60.0  # after the last has gone: one that only reloads the page comes back to the same feed
+LINGER_SECONDS = 60.0  # after the last reader, so that a page reload finds the same feed
 
 log = logging.getLogger("rlhfspec.dashboard")
 
@@ -59,7 +58,7 @@ class Feed:
     def __init__(self, key: JobKey, source: JobSource, *, clock: Clock | None = None) -> None:
         self.key = key
         self.events = EventStream()
-        self.texts = ComputeThread(f"texts of {key}")  # of samples: asking for them never delays the curves
+        self.texts = ComputeThread(f"texts of {key}")  # separate, so that sample requests never delay curves
         self._thread = ComputeThread(f"folder of {key}")
         self.folder: RunReader | None = None
         self.live = Live()
@@ -67,7 +66,7 @@ class Feed:
         self._clock = clock or SystemClock()
         self._detail: JobDetail | None = None
         self._place = RunPlace()
-        self._address: Address | None = None  # that is listened at
+        self._address: Address | None = None  # currently subscribed to
         self._rows: dict[int, Row] = {}
         self._evaluations: dict[int, Evaluation] = {}
         self._moves: deque[dict[str, Any]] = deque(maxlen=_MOST_MOVES)
@@ -81,7 +80,6 @@ class Feed:
         self._of_the_run: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Start the feed. Raise the source's error, as for an unknown job."""
         await self._ask_source()
         await self._read_folder()
         if self._place.address is not None and self._place.address.redis_url is not None:
@@ -98,7 +96,7 @@ class Feed:
         self.texts.close()
 
     def reader(self, last_id: str, hidden: Sequence[str] = ()) -> Reader:
-        """Return a reader. `hidden`: events that its user may not see."""
+        """Return a reader that skips the events in `hidden`."""
         return self.events.reader(self._whole, last_id, hidden)
 
     # --- gathering -----------------------------------------------------------------------------------------------
@@ -206,7 +204,7 @@ class Feed:
             self._moves.append(move)
             self._new_moves.append(move)
 
-    # --- telling -------------------------------------------------------------------------------------------------
+    # --- sending -------------------------------------------------------------------------------------------------
 
     async def _tell_on(self) -> None:
         while True:
@@ -268,7 +266,7 @@ class Feeds:
 
     @asynccontextmanager
     async def of(self, key: JobKey) -> AsyncIterator[Feed]:
-        """Yield the feed of a job. Raise the source's error for an unknown job."""
+        """Yield the job's feed, or raise the source's error."""
         used = self._feeds.get(key)
         if used is None:
             used = self._feeds[key] = _Used(asyncio.create_task(self._started(key)))

@@ -1,4 +1,4 @@
-"""Listener to a run on NATS for credentials that may only subscribe. Signals may be lost."""
+"""Subscriber to a run's signals on NATS, which may be lost."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _AGAIN_SECONDS = 2.0
 
 
 class Hearing:
-    """Listener that runs until cancelled. `problem` names why nothing is heard; empty while all is well."""
+    """Subscriber that runs until cancelled. `problem`: why no signals arrive, or empty."""
 
     def __init__(self, address: Address, heard: Callable[[Record], None]) -> None:
         self.problem = "connecting"
-        self.num_refused = 0  # messages that were no records of this run
+        self.num_refused = 0  # messages that are not records of this run
         self._address = address
         self._heard = heard
 
@@ -79,7 +79,7 @@ class Hearing:
             self.num_refused += 1
 
     async def _failed(self, error: Exception) -> None:
-        if not isinstance(error, nats.errors.SlowConsumerError):  # what was too much is lost, as signals may be
+        if not isinstance(error, nats.errors.SlowConsumerError):  # signals may be lost
             self.problem = f"NATS: {words_of(error)}"
 
     async def _away(self) -> None:

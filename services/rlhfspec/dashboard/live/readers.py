@@ -1,15 +1,14 @@
-"""One stream of events for many browsers. A reader resumes where it was; one that is too slow is disconnected. *Kept*
-events are sent again to readers that missed them; of *latest* events only the newest is sent. Example:
+"""Resumable event stream for browsers. Missed *kept* events are resent; of *latest* events only the newest is sent.
 
-    >>> async def main() -> list[str]:
-    ...     events = EventStream()
-    ...     events.keep("moves", [1])
-    ...     events.latest("now", {"generators": []})
-    ...     reader = events.reader(lambda: {"steps": []})
-    ...     events.keep("moves", [2])
-    ...     return [reader.queue.get_nowait().name for _ in range(reader.queue.qsize())]
-    >>> import asyncio; asyncio.run(main())
-    ['whole', 'now', 'moves']
+>>> async def main() -> list[str]:
+...     events = EventStream()
+...     events.keep("moves", [1])
+...     events.latest("now", {"generators": []})
+...     reader = events.reader(lambda: {"steps": []})
+...     events.keep("moves", [2])
+...     return [reader.queue.get_nowait().name for _ in range(reader.queue.qsize())]
+>>> import asyncio; asyncio.run(main())
+['whole', 'now', 'moves']
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-MOST_KEPT = 400  # events that a reader may have missed when it comes back
-MOST_UNREAD = 64  # of one browser; one more and it is cut off
+MOST_KEPT = 400  # events for returning readers
+MOST_UNREAD = 64  # per browser; one more disconnects it
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,7 @@ class EventStream:
     def __init__(self) -> None:
         self.readers: set[Reader] = set()
         self.num_cut = 0
-        self._epoch = secrets.token_hex(4)  # another stream's numbers mean nothing here
+        self._epoch = secrets.token_hex(4)  # numbers of another stream are void
         self._number = 0
         self._kept: deque[tuple[int, ServerSentEvent]] = deque(maxlen=MOST_KEPT)
         self._latest: dict[str, ServerSentEvent] = {}
@@ -71,13 +70,13 @@ class EventStream:
             self._send(event)
 
     def anew(self, whole: Callable[[], Any]) -> None:
-        """Discard kept events and send everything to all readers."""
+        """Discard kept events and send the whole state to all readers."""
         self._number += 1
         self._kept.clear()
         self._send(self._event("whole", encoded(whole())))
 
     def reader(self, whole: Callable[[], Any], last_id: str = "", hidden: Sequence[str] = ()) -> Reader:
-        """Return a reader that begins after `last_id`, or with everything if that id is unknown."""
+        """Return a reader from `last_id` on, or with the whole state if that id is unknown."""
         reader = Reader(hidden=hidden)
         missed = self._missed(last_id)
         if missed is None:
@@ -120,5 +119,5 @@ class EventStream:
 
 
 def encoded(data: Any) -> str:
-    """Return JSON on one line. Lone surrogates stay escaped; raise for NaN and infinity."""
+    """Return one-line JSON. Raise ValueError for NaN and infinity."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False)

@@ -1,1 +1,1 @@
-"""`rlhfspec bench`, `models` and `simulate`: found by their entry points (bench/pyproject.toml)."""
+"""`rlhfspec bench`, `models` and `simulate`, found by their entry points (bench/pyproject.toml)."""

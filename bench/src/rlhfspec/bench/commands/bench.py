@@ -1,4 +1,4 @@
-"""`rlhfspec bench`: how fast, against what, and why."""
+"""`rlhfspec bench`: benchmarks of generation, training steps and moves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ app.command()(drift.drift)
 app.command()(moving.rebalance)
 app.command()(moving.migrate)
 
-# At most three minutes for both pairs: the strategies that tell most, two batches and the long tail, one thread count.
+# At most three minutes for both pairs: few strategies, three batches and the long tail, one thread count.
 QUICK: dict[str, Any] = {
     "modes": ("plain", "adaptive", "static:model-d2", "static:model-d4", "static:model-d8", "static:suffix-d4", "hf",
               "vllm-plain", "vllm-draft", "vllm-ngram"),
@@ -36,9 +36,9 @@ QUICK: dict[str, Any] = {
     "num_tokens": 64,
     "budget_seconds": 140.0,  # of all pairs together
 }  # fmt: skip
-# A whole step, small: says whether it works and roughly how it compares.
+# A small step, for a rough comparison.
 QUICK_STEP: dict[str, Any] = {"num_tokens": 128, "steps": 2, "repeats": 1}
-# A document and a short answer, as in summaries or judging: nearly all tokens are prompts that answers have in common.
+# Long prompts with short answers, as in summaries or judging: nearly all tokens are of shared prompts.
 LONG_PROMPTS: dict[str, Any] = {"num_prompt_tokens": 768, "samples_per_prompt": 16, "num_tokens": 48}
 
 

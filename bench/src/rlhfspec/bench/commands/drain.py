@@ -1,4 +1,4 @@
-"""`rlhfspec bench drain`: plain against adaptive on a draining batch, live, ending with a picture."""
+"""`rlhfspec bench drain`: plain and adaptive decoding of a draining batch, live and plotted."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _drain(console: Console, model: str | None, output: Path, threads: int, toke
 
 
 def _warm_engine(target: str, draft: str | None, scenario: BenchScenario, threads: int, dtype: str) -> Any:
-    """Return an engine of the model and its draft, cost tables measured, both modes warmed up with a few tokens."""
+    """Return an engine with measured cost tables, warmed up in both modes."""
     with StatusLine() as status:
         status("importing torch")
         from rlhfspec.bench.generating.ours import drain, requests_of
@@ -100,7 +100,7 @@ def _run(engine: Any, scenario: BenchScenario, mode: str, view: _View) -> Trace:
 
 
 class _View:
-    """Draw the live picture in a terminal; write a line now and then elsewhere."""
+    """Live table in a terminal; occasional lines elsewhere."""
 
     def __init__(self, console: Console, traces: dict[str, Trace], num_tokens: int) -> None:
         self._console = console
@@ -110,7 +110,7 @@ class _View:
         self._shown_at = 0.0
 
     def update(self, trace: Trace) -> None:
-        """Draw, called after every step, only so often, so that watching costs nothing."""
+        """Draw the trace, but only so often that watching costs nothing."""
         self._traces[trace.mode] = trace
         now = time.monotonic()
         if now - self._shown_at < (_LINE_SECONDS if self._live is None else _REFRESH_SECONDS):

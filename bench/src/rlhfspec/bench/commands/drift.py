@@ -1,4 +1,4 @@
-"""`rlhfspec bench drift`: a drafter that is left as it was against one that learns, while the policy is trained."""
+"""`rlhfspec bench drift`: a frozen drafter and a learning one while the policy is trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rlhfspec models`: is a model run right in every bit, or refused?"""
+"""`rlhfspec models`: check whether models run right in every bit or are refused."""
 
 from __future__ import annotations
 
@@ -95,14 +95,14 @@ def check(
 
 
 def _refuse_misspelt(name: str, types: list[str]) -> None:
-    """Refuse a misspelt type before the hub is asked for a model of that name."""
+    """Refuse a misspelt type before the hub is asked for such a model."""
     near = None if Path(name).exists() else nearest(name, types, cutoff=0.8)
     if near:
         raise InvalidRequest("models", name, f"no such folder or type; did you mean {near}?")
 
 
 def _check_own(path: str, max_context: int, device: str | None) -> int:
-    """Print what was found; return the exit code."""
+    """Judge a model, print the findings, and return the exit code."""
     from rlhfspec.huggingface.loading import load_model
     from rlhfspec.huggingface.structure.causal_lm import within_positions
     from rlhfspec.sweep.verdict import judge
@@ -126,7 +126,7 @@ def _check_own(path: str, max_context: int, device: str | None) -> int:
 
 
 def _check_on(device: str, make: Callable[[], Any], max_context: int) -> int:
-    """Print what flips on a device, fast and exactly; exactly nothing may part from itself."""
+    """Print the flips on a device, fast and exact, and return the exit code; exact samples may not differ."""
     from rlhfspec.errors import UnsupportedModel
     from rlhfspec.sweep.flips import count_flips
 
@@ -165,7 +165,6 @@ def _findings(verdict: Verdict, positions: int, *, thorough: bool) -> list[tuple
 
 
 def _in_bfloat16(verdict: Verdict) -> str:
-    """Return what the trainer does in bfloat16."""
     band = verdict.in_bfloat16
     return f"no: {verdict.not_in_bfloat16}" if band is None else f"log-probs at most {band}"
 

@@ -1,4 +1,4 @@
-"""`rlhfspec bench rebalance` and `rlhfspec bench migrate`: what moves cost, and what they bring."""
+"""`rlhfspec bench rebalance` and `rlhfspec bench migrate`: costs and gains of moves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlhfspec.bench.commands.options import (
 )
 from rlhfspec.cli.progress import StatusLine
 
-# Says whether it works and roughly what comes, in three minutes.
+# Rough results in three minutes.
 QUICK_REBALANCE: dict[str, Any] = {"decoding": ("adaptive",), "seeds": 1, "repeats": 2, "scale": 0.5}
 
 QUICK_MIGRATE: dict[str, Any] = {"links": ("shm", "tcp"), "tokens": (512, 1024), "repeats": 4, "moves_per_stage": 2}
@@ -49,7 +49,7 @@ def rebalance(
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
 ) -> None:
-    """Time a stage on two generators of one core each: dealt, pulled, moved while it runs, and dealt knowing all."""
+    """Time a stage on two generators of one core each: dealt, pulled, rebalanced, or dealt with known lengths."""
     from rlhfspec.bench.moving.rebalancing.plot import plot
     from rlhfspec.bench.moving.rebalancing.rebalance import DifferentTokens, RebalanceBenchmark, RebalanceSettings
     from rlhfspec.bench.moving.rebalancing.report import render
@@ -98,7 +98,7 @@ def migrate(
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
 ) -> None:
-    """Time moves between two generators of one core each that both decode others: pause, gap, CPU; by every link."""
+    """Time moves between two generators of one core each that both decode others: pause, gap and CPU by link."""
     from rlhfspec.bench.moving.migrating.migrate import MigrateBenchmark, MigrateSettings
     from rlhfspec.bench.moving.migrating.plot import plot
     from rlhfspec.bench.moving.migrating.report import render
@@ -121,7 +121,7 @@ def migrate(
 
 
 def large_kv_folder(folder: Path) -> str:
-    """Make a model as large as that only in its KV, with untrained weights: of use for its bytes alone."""
+    """Save an untrained model with a large KV, useful only for its bytes."""
     from rlhfspec.tiny import large_kv_model
     from rlhfspec.tiny.tokenizer import VOCAB_SIZE, hugging_face_tokenizer
 

@@ -1,4 +1,4 @@
-"""What commands of benchmarks have in common: options, the models that run, user errors as one line, what is shown."""
+"""Options and helpers shared by the benchmark commands."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PlotFile = Annotated[Path | None, typer.Option("--plot", help="Plot the result t
 
 
 def chosen(defaults: Mapping[str, Any], **given: Any) -> dict[str, Any]:
-    """Return what was given, over defaults; None: not given.
+    """Return the defaults, overridden by values that are not None.
 
     >>> chosen({"repeats": 1, "scale": 0.5}, repeats=4, seeds=None)
     {'repeats': 4, 'scale': 0.5}
@@ -37,7 +37,8 @@ def chosen(defaults: Mapping[str, Any], **given: Any) -> dict[str, Any]:
 
 
 def names(text: str | None) -> tuple[str, ...] | None:
-    """
+    """Split names at commas.
+
     >>> names("shm,tcp"), names(None)
     (('shm', 'tcp'), None)
     """
@@ -45,7 +46,8 @@ def names(text: str | None) -> tuple[str, ...] | None:
 
 
 def numbers(option: str, text: str | None) -> tuple[int, ...] | None:
-    """
+    """Parse numbers separated by commas.
+
     >>> numbers("--threads", "1,2"), numbers("--threads", None)
     ((1, 2), None)
     """
@@ -62,7 +64,7 @@ def show(
     plot: Callable[[Any, Path], None] | None = None,
     plot_file: Path | None = None,
 ) -> None:
-    """Print the results as a table; write them into the files that were asked for."""
+    """Print the results as a table, and write the requested files."""
     wide_console().print(render(results))
     if json_file is not None:
         json_file.write_text(results.to_json())
@@ -74,7 +76,7 @@ def show(
 def models(
     model: str | None, draft: str | None, status: StatusLine, *, tiny_target: str = "wide", pair: str = "english"
 ) -> tuple[str, str | None]:
-    """Return the folders given, or a pair of `scenarios.PAIRS`, made when it is not there yet."""
+    """Return the given folders, or a pair of `scenarios.PAIRS`, created on first use."""
     from rlhfspec.tiny import ensure, smollm2
 
     if model is None and draft is not None:
@@ -96,7 +98,7 @@ def models(
 
 
 def checked(call: Any, **arguments: Any) -> Any:
-    """Say user errors in one line that names the field to fix, never as a traceback."""
+    """Call a function, turning InvalidRequest into a one-line usage error."""
     try:
         return call(**arguments)
     except InvalidRequest as error:

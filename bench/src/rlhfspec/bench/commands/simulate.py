@@ -1,4 +1,4 @@
-"""`rlhfspec simulate JOB`: a stage of many generators, simulated: dealt, pulled, moved by each policy."""
+"""`rlhfspec simulate JOB`: a simulated stage of many generators, under each policy."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def simulate(
     out: Out = None,
     fuse: Fuse = None,
 ) -> None:
-    """Simulate one generating stage of a job: which policy would end it when, and how far that is from the best."""
+    """Simulate one generation stage of a job: how long each policy takes, and how far that is from the best."""
     with exit_on_problems():
         if fuse is not None:
             simulate_fusion(fuse, as_json=as_json, out=out)
@@ -214,9 +214,11 @@ def _calibration(samples: list[Ran]) -> Calibration:
 
 
 def _samples(run: Path) -> list[Ran]:
-    """Return generated samples of a run's training steps, each for every generator that made a part of it: when from
-    its traces, of which prompt from its samples. Nothing in a run's folder tells how many tokens a prompt has, so that
-    its words count; a generator that continues a sample need not run its prompt."""
+    """Return a run's samples, one for each generator that made a part.
+
+    Times come from traces, prompts from samples. Words stand for prompt tokens, which a run's folder does not record;
+    a generator that continues a sample need not run its prompt.
+    """
     from rlhfspec.runs.folder.run_folder import RunFolder
     from rlhfspec.simulator.calibrate import Ran
     from rlhfspec.telemetry.folder import read_spans
@@ -243,7 +245,8 @@ def _samples(run: Path) -> list[Ran]:
 
 
 def _kill(text: str, count: int) -> Kill:
-    """
+    """Parse `GENERATOR@SECONDS[+SECONDS]`.
+
     >>> _kill("3@2.5+10", 8)
     Kill(generator=3, at_seconds=2.5, back_after_seconds=10.0)
     """
@@ -257,7 +260,8 @@ def _kill(text: str, count: int) -> Kill:
 
 
 def _slow(text: str, count: int) -> tuple[int, float]:
-    """
+    """Parse `GENERATOR:TIMES`.
+
     >>> _slow("0:1.5", 2)
     (0, 1.5)
     """

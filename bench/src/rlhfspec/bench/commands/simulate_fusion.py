@@ -1,4 +1,4 @@
-"""`rlhfspec simulate --fuse`: actor and critic trained on the same pipeline, one after the other and interleaved."""
+"""`rlhfspec simulate --fuse`: actor and critic on the same pipeline, serial and interleaved."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def simulate_fusion(text: str, *, as_json: bool, out: Path | None) -> None:
 
 
 def case_of(text: str) -> PipelineCase:
-    """
+    """Parse `STAGESxMICROBATCHES[xCRITIC]`.
+
     >>> case_of("4x8x0.5")
     PipelineCase(num_stages=4, num_micro_batches=8, forward_seconds=(1.0, 0.5))
     """

@@ -1,4 +1,4 @@
-"""A draining batch, watched step by step: what the demo shows and draws.
+"""Record of a draining batch, step by step.
 
 Sequences of lognormal length start together; the batch shrinks as they finish, and the best strategy changes with it.
 """
@@ -24,7 +24,7 @@ class DrainingStep:
 
 @dataclass(slots=True, kw_only=True)
 class Trace:
-    """Hold one run over the batch. `completions` is filled at the end."""
+    """One run over the batch. `completions` is filled at the end."""
 
     mode: str
     steps: list[DrainingStep] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Trace:
 
     @property
     def recent_tokens_per_second(self) -> float:
-        """Return tokens a second over the last steps."""
+        """Return tokens per second over the last steps."""
         recent = self.steps[-12:]
         began = self.steps[-13].seconds if len(self.steps) > 12 else 0.0
         elapsed = self.seconds - began
@@ -59,8 +59,7 @@ class Trace:
         return digest(self.completions)
 
     def strategies_by_activity(self) -> list[tuple[int, int, str]]:
-        """Return (most, fewest active sequences, most used strategy) in bands that halve, from the full batch to
-        one."""
+        """Return (most, fewest active sequences, most used strategy) of halving bands, down to one."""
         bands: list[tuple[int, int, str]] = []
         high = max((step.num_active for step in self.steps), default=0)
         while high >= 1:
@@ -73,8 +72,7 @@ class Trace:
 
 
 def drain_and_watch(engine: Any, requests: list[Request], mode: str, on_step: Callable[[Trace], None]) -> Trace:
-    """Run the requests to their end, calling `on_step` after every step. Time is the engine's own step time; no prompt
-    is found that an earlier run left."""
+    """Run the requests without kept prompts, calling `on_step` after each step; seconds are the engine's."""
     engine.forget_kept()
     trace = Trace(mode=mode)
     for request in requests:

@@ -1,4 +1,4 @@
-"""The picture at the end of the demo: a batch drains plainly and adaptively, and what was chosen meanwhile."""
+"""Plot of a batch draining in plain and adaptive mode, and of the chosen strategies."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _title(plain: Trace, adaptive: Trace) -> str:
 
 
 def _strategies(axis: Any, trace: Trace) -> None:
-    """Draw one dot a step at its strategy's line, larger the more nodes were verified for each sequence."""
+    """Draw a dot per step at its strategy's line, sized by verified nodes per sequence."""
     counts: dict[str, int] = {}
     for step in trace.steps:
         counts[step.strategy] = counts.get(step.strategy, 0) + 1

@@ -1,1 +1,1 @@
-"""`rlhfspec bench drift`: a policy that is trained, its drafter left as it was and trained with it."""
+"""`rlhfspec bench drift`: a trained policy with a frozen and a learning drafter."""

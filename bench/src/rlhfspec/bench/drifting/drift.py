@@ -1,8 +1,8 @@
-"""How far a drafter falls behind a policy that is trained, and what learning makes of that.
+"""Measurement of how far a drafter falls behind a trained policy, and how learning helps.
 
-The job runs once, as a user runs it, with a checkpoint a step. Its policies are then loaded one after the other into
-two engines with the same drafter, of which one learns. Both generate the responses of every step in turns: the same
-prompts and seeds, so the same tokens. After a step the one may learn for `share` of what a step of the run took.
+The job runs once with a checkpoint per step. Its policies are then loaded in turn into two engines with the same
+drafter, one of which learns. Both generate every step's responses with the same prompts and seeds, so the same tokens.
+After a step, learning may take `share` of the run's step time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriftSettings:
-    """job: of sums, such as examples/grpo.yaml. share: of step time that is learnt for."""
+    """Settings of a job on sums, such as examples/grpo.yaml; `share` of step time is for learning."""
 
     job: Path
     model: str
@@ -53,14 +53,14 @@ class DriftSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriftStep:
-    """One mode in one step. Seconds are those of the CPU, one thread."""
+    """One mode in one step. Seconds are CPU time of one thread."""
 
     mode: str
     step: int
     num_tokens: int
     num_verifications: int
     cpu_seconds: float
-    learning_seconds: float  # after it
+    learning_seconds: float  # after the step
     run_seconds: float  # of the step in the run
 
     @property
@@ -113,7 +113,7 @@ def run(settings: DriftSettings, folder: Path) -> None:
 
 
 def replayed(settings: DriftSettings, folder: Path, report: Report) -> Iterator[DriftStep]:
-    """The steps of a run that ended, both modes in turns."""
+    """Yield the steps of a finished run, with both modes taking turns."""
     lines = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
     run_seconds = statistics.median(line["seconds"]["step"] for line in lines)
     engines = {
@@ -123,7 +123,7 @@ def replayed(settings: DriftSettings, folder: Path, report: Report) -> Iterator[
         )
         for mode in (FROZEN, LEARNING)
     }  # fmt: skip
-    allowed = 0.0  # seconds that may be learnt for: what a step leaves is the next one's
+    allowed = 0.0  # seconds for learning; unused ones carry over
     with CheckpointStore(folder / "checkpoints", keep=settings.steps + 1) as store:
         for step in range(1, len(lines) + 1):
             digests = set()
@@ -146,7 +146,7 @@ def replayed(settings: DriftSettings, folder: Path, report: Report) -> Iterator[
 
 
 def requests(step: int) -> list[Request]:
-    """Of a step: 16 sums, 8 responses to each."""
+    """Return a step's requests: 16 sums, 8 responses to each."""
     prompts = [(BOS, *encode(row["prompt"])) for row in sums.rows(_PROMPTS, seed=1000 + step)]
     return [
         Request(
@@ -159,7 +159,7 @@ def requests(step: int) -> list[Request]:
 
 
 def learnt_for(engine: Engine, seconds: float) -> float:
-    """Learn for at most so many seconds of the CPU, as optimizer steps go. Return how many it were."""
+    """Learn for at most `seconds` of CPU time, in whole optimizer steps; return the time taken."""
     began, took, learning = time.process_time(), 0.0, engine.learning
     assert learning is not None
     while (spent := time.process_time() - began) + took < seconds and learning.learn_while_idle():
@@ -168,7 +168,7 @@ def learnt_for(engine: Engine, seconds: float) -> float:
 
 
 def bars_of(results: DriftResults) -> tuple[Bar, ...]:
-    """From step 15 on, as medians of pairs."""
+    """Return the bars of tokens per verification from step 15 on, and of learning time."""
     frozen, learning = results.of(FROZEN, since=FROM_STEP), results.of(LEARNING, since=FROM_STEP)
     if not frozen:
         return ()

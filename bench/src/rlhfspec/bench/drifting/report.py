@@ -1,4 +1,4 @@
-"""What `rlhfspec bench drift` shows: a table, and a picture."""
+"""Table and plot of `rlhfspec bench drift`."""
 
 from __future__ import annotations
 

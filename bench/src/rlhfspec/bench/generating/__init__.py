@@ -1,1 +1,1 @@
-"""`rlhfspec bench generate`: tokens a second of our modes and of others."""
+"""`rlhfspec bench generate`: tokens per second of all modes and rivals."""

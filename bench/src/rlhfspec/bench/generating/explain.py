@@ -1,4 +1,4 @@
-"""What the selector thinks: for one batch, every decision with what was predicted and what came."""
+"""Explanation of a selector's decisions on one batch: predictions and outcomes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from rlhfspec.engine.drafting.journal import Decision, Explanation
 
 
 def observe(engine: Any, scenario: BenchScenario) -> tuple[Explanation, AcceptanceModel]:
-    """Generate the scenario on a warm engine; return the selector's explanation and what is known of acceptance after
-    it."""
+    """Generate the scenario after a warm-up; return the selector's explanation and the acceptance model."""
     for repetition, name in enumerate(("warm-up", "observed")):
         arguments = {
             "prompts": scenario.prompts,

@@ -1,6 +1,6 @@
-"""The engine as one of the benchmark's workers: every mode of ours runs on one engine in one process.
+"""Benchmark worker for rlhfspec's engine, with all its modes in one process.
 
-Answers of `run` carry a digest of the tokens, so that the benchmark can assert that no mode changes them.
+Answers of `run` carry a digest of the tokens, to check that no mode changes them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MODES = {"plain": "off", "adaptive": "adaptive"}  # and static:NAME for every s
 
 
 class OurWorker:
-    """Hold the engine between requests. A test hands in its own `engine_factory`."""
+    """Worker that keeps its engine between requests. Tests pass an `engine_factory`."""
 
     def __init__(self, engine_factory: Any = None) -> None:
         self._engine_factory = engine_factory
@@ -62,7 +62,6 @@ class OurWorker:
         }
 
     def _selector(self) -> dict[str, Any]:
-        """Return what the selector says of itself."""
         explanation = self._engine.speculation.selector.explain()
         return {
             "share_of_step": explanation.share_of_step,
@@ -73,8 +72,7 @@ class OurWorker:
 
 
 def requests_of(arguments: dict[str, Any], name: str) -> list[Request]:
-    """Return the requests of a run, with prompt groups of its own: what a mode generated must not help the suffix
-    drafter of the next."""
+    """Return a run's requests, in groups of its own so that earlier runs do not help the suffix drafter."""
     temperature = arguments.get("temperature", 1.0)
     columns = zip(arguments["prompts"], arguments["max_tokens"], arguments["seeds"], strict=True)
     return [
@@ -90,8 +88,7 @@ def requests_of(arguments: dict[str, Any], name: str) -> list[Request]:
 
 
 def drain(engine: Any, requests: list[Request]) -> list[Completion]:
-    """Generate everything; return completions in the order of the requests. No prompt is found that an earlier run
-    left."""
+    """Run the requests without kept prompts, and return their completions in order."""
     engine.forget_kept()
     for request in requests:
         engine.submit(request)
@@ -102,13 +99,13 @@ def drain(engine: Any, requests: list[Request]) -> list[Completion]:
 
 
 def accepted_per_verification(completions: list[Completion]) -> float:
-    """Return drafted tokens accepted per target forward and sequence; 0 when nothing is drafted."""
+    """Return drafted tokens accepted per target forward and sequence, 0 without drafts."""
     verifications = sum(completion.stats.num_verifications for completion in completions)
     return sum(completion.stats.num_accepted for completion in completions) / max(verifications, 1)
 
 
 def digest(completions: list[Completion]) -> str:
-    """Return what changes with any token or with any bit of a log-prob."""
+    """Return a hash of all tokens and log-prob bits."""
     content = repr([(completion.token_ids, completion.log_probs) for completion in completions])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 

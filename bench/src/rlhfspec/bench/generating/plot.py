@@ -1,4 +1,4 @@
-"""The benchmark as a picture: tokens/s against batch for every mode, one panel for each thread count."""
+"""Plot of tokens/s by batch for every mode, one panel per thread count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark's table: tokens/s by mode and scenario, then the bars with their marks."""
+"""Tables of tokens/s by mode and scenario, and of bars."""
 
 from __future__ import annotations
 
@@ -75,7 +75,6 @@ def _selector(results: Results, num_threads: int) -> Table:
 
 
 def _costs(results: Results) -> Table:
-    """Return the cost tables at a few numbers of rows."""
     shown = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     columns = ("threads, kind", *map(str, shown))
     table = table_of("cost tables at start-up, ms", columns, left=columns[:1])

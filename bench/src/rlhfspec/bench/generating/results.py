@@ -1,4 +1,4 @@
-"""What one run of the benchmark found, as records that become JSON.
+"""Results of a benchmark, which become JSON.
 
 Example:
     >>> row = ResultRow(scenario="batch-1", mode="plain", num_threads=1, tokens_per_second=80.0,
@@ -20,8 +20,7 @@ from rlhfspec.bench.processor import Processor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultRow:
-    """Hold one mode in one scenario. `tokens_per_second` is the median of `repeats`; prefill counts, start-up does
-    not."""
+    """One mode in one scenario. `tokens_per_second` is the median of `repeats`, without start-up."""
 
     scenario: str
     mode: str
@@ -30,13 +29,11 @@ class ResultRow:
     repeats: tuple[float, ...]
     accepted_per_verification: float
     digests: tuple[str, ...] = ()  # of the tokens and log-probs of each repetition; rivals have none
-    selector: dict[str, Any] = field(default_factory=dict)  # what it said after the last repetition
+    selector: dict[str, Any] = field(default_factory=dict)  # its statistics after the last repetition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """Hold one promise: what was wanted, what came."""
-
     num_threads: int
     scenario: str
     name: str
@@ -47,8 +44,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchResults:
-    """Hold what every benchmark tells beside its figures: on what it ran, how, what it promised and what it left
-    out."""
+    """Common part of all results: machine, settings, bars and skipped modes."""
 
     machine: Processor | None
     settings: dict[str, Any] = field(default_factory=dict)
@@ -64,7 +60,6 @@ class BenchResults:
         return "" if self.machine is None else self.machine.arithmetic
 
     def content(self) -> dict[str, Any]:
-        """Return it as it becomes JSON."""
         return asdict(self)
 
     def to_json(self) -> str:
@@ -72,7 +67,7 @@ class BenchResults:
 
 
 def published(settings: Any, *paths: str) -> dict[str, Any]:
-    """Return settings for the JSON: `paths` by the names of their folders, no path of the machine."""
+    """Return the settings for JSON, with `paths` shortened to folder names."""
     names = {name: Path(path).name for name in paths if (path := getattr(settings, name))}
     return asdict(settings) | names
 
@@ -96,7 +91,7 @@ class Results(BenchResults):
         return max(rows, key=lambda row: row.tokens_per_second, default=None)
 
     def scenes(self) -> list[tuple[int, str]]:
-        """Return (threads, scenario) pairs in the order they ran."""
+        """Return (threads, scenario) pairs in run order."""
         return list(dict.fromkeys((row.num_threads, row.scenario) for row in self.rows))
 
     def _rows_of(self, num_threads: int, scenario: str, prefix: str) -> list[ResultRow]:
@@ -105,5 +100,5 @@ class Results(BenchResults):
 
 
 def to_json(results: Mapping[str, Results]) -> str:
-    """Return the results by pair of models."""
+    """Return the results by pair of models as JSON."""
     return json.dumps({pair: found.content() for pair, found in results.items()}, indent=1)

@@ -1,7 +1,7 @@
-"""Runs the benchmark: every mode of a scenario in turn, repetition after repetition, so that noise hits all alike.
+"""Benchmark of generation: all modes of a scenario take turns, so that noise hits all alike.
 
-One process holds our engine and all its modes; every rival is a process of its own, kept alive and asleep between its
-turns. Start-up, profiling and one warm-up a scenario are not timed; prefill is.
+One process runs all modes of rlhfspec's engine; each rival has its own, asleep between its turns. Start-up, profiling
+and one warm-up per scenario are not timed; prefill is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rlhfspec.job.choices.drafters import MADE_OF_THE_POLICY
 
 _OURS, _STATIC, HF = ("plain", "adaptive"), "static", "hf"
 VLLM_PLAIN, VLLM_DRAFT, VLLM_NGRAM = "vllm-plain", "vllm-draft", "vllm-ngram"
-VLLM_ENGINE = "engine:vllm"  # by name only: its own bar is of `bench/engines.py`
+VLLM_ENGINE = "engine:vllm"  # only on request; its bar is in `bench/engines.py`
 _MODES = (*_OURS, _STATIC, HF, VLLM_PLAIN, VLLM_DRAFT, VLLM_NGRAM)
 _WARM_UP_TOKENS = 12
 
@@ -34,9 +34,10 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchSettings:
-    """Say what is run. pair: of PAIRS, whose text the prompts are of. modes: of MODES; `static` is every strategy of
-    the grid, `static:NAME` one of them. budget_seconds: no repetition starts after that; what was measured by then is
-    the result."""
+    """Settings of a benchmark. No repetition starts after `budget_seconds`.
+
+    The mode `static` is every strategy of the grid, `static:NAME` one of them.
+    """
 
     target: str
     draft: str | None
@@ -66,8 +67,6 @@ class BenchSettings:
 
 @dataclass(slots=True)
 class _Mode:
-    """Hold one mode in one scenario while it is being measured."""
-
     name: str
     worker: Worker
     answers: list[dict[str, Any]] = field(default_factory=list)
@@ -102,12 +101,12 @@ class Benchmark:
         return replace(results, bars=bars_of_generation(results))
 
     def _share_of_time(self, index: int) -> float:
-        """Return when the thread count at `index` must be done: what is left is shared by those to come."""
+        """Return the deadline of the thread count at `index`: the time left is shared equally."""
         now = self._clock()
         return now + (self._deadline - now) / (len(self._settings.threads) - index)
 
     def _start(self, stack: ExitStack, num_threads: int) -> tuple[dict[str, Worker], dict[str, Any]]:
-        """Return workers by mode, and what ours said of itself."""
+        """Return workers by mode, and the load report of rlhfspec's engine."""
         self._report(f"{num_threads} thread(s): starting the engine and measuring its cost tables")
         ours = stack.enter_context(Worker.start(our_command(), num_threads=num_threads))
         loaded = ours.ask("load", **self._load_arguments(num_threads))["loaded"]
@@ -174,7 +173,7 @@ class Benchmark:
         }
 
     def _measure(self, workers: dict[str, Worker], num_threads: int, deadline: float) -> Iterator[ResultRow]:
-        """Measure repetition after repetition over all scenarios, so that a cut leaves every scenario measured."""
+        """Measure all scenarios in every repetition, so that none is missing when time runs out."""
         settings = self._settings
         todo = scenarios(settings.scenarios, num_tokens=settings.num_tokens, pair=settings.pair)
         modes = {scenario.name: [_Mode(name, worker) for name, worker in workers.items()] for scenario in todo}
@@ -187,7 +186,7 @@ class Benchmark:
     def _repeat(
         self, scenario: BenchScenario, modes: list[_Mode], repetition: int, num_threads: int, deadline: float
     ) -> None:
-        """Run every mode once, after a warm-up the first time, in another order each time."""
+        """Run every mode once, in random order after the first time, which includes a warm-up."""
         for mode in random.Random(repetition).sample(modes, len(modes)) if repetition else modes:
             if self._clock() >= deadline:
                 if repetition == 0:
@@ -212,7 +211,7 @@ class Benchmark:
 
 
 def find_vllm_python(given: str | None) -> Path | None:
-    """Return the one given, else that of .venv-vllm here; None when there is none."""
+    """Return the given interpreter, else that of .venv-vllm, or None."""
     if given is not None:
         path = Path(given)
         if not path.exists():

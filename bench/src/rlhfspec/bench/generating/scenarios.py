@@ -1,4 +1,4 @@
-"""What is generated: which prompts, how long, with which seeds. The same for every mode and every rival.
+"""Prompts, lengths and seeds to generate, the same for every mode and rival.
 
 Example:
     >>> [(s.name, s.num_sequences) for s in scenarios(["batch-4", "long-tail"], num_tokens=16)]
@@ -31,7 +31,7 @@ _TAIL_MEDIAN_OF_BATCH, _TAIL_SIGMA = 0.75, 0.9  # a few sequences run several ti
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchScenario:
-    """Say what is generated. `max_tokens[i]`: the exact length of response i, as end-of-sequence tokens are ignored."""
+    """Prompts and exact response lengths `max_tokens`; end-of-sequence tokens are ignored."""
 
     name: str
     prompts: tuple[tuple[int, ...], ...]
@@ -50,8 +50,7 @@ class BenchScenario:
 
 
 def scenarios(names: Iterable[str], *, num_tokens: int, pair: str = "english") -> list[BenchScenario]:
-    """Return the scenarios. `num_tokens`: the length of every response of a batch; long-tail lengths are lognormal
-    around 3/4 of it. `pair`: whose text the prompts are of."""
+    """Return the scenarios; responses have `num_tokens`, or lognormal lengths around 3/4 of it in long-tail."""
     return [_scenario(name, num_tokens, pair) for name in names]
 
 

@@ -1,4 +1,4 @@
-"""A generator of `rlhfspec bench rebalance` and `migrate`: `python -m rlhfspec.bench.moving NUMBER CORE`."""
+"""Generator process of the move benchmarks: `python -m rlhfspec.bench.moving NUMBER CORE`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 
 def main() -> None:
-    """Serve, with what libraries print on standard error: only answers travel on the pipe."""
+    """Serve requests. Output of libraries goes to standard error; only answers use the pipe."""
     number, core = map(int, sys.argv[1:])
     os.sched_setaffinity(0, {core})
     answers = os.fdopen(os.dup(1), "w")

@@ -1,19 +1,18 @@
-"""A generator of the benchmarks of moves: a process pinned to one core, told what to do by lines of JSON.
+"""Generator of the move benchmarks: a process pinned to one core and controlled by lines of JSON.
 
-    {"load": {...}}    -> {"loaded": {...}}                      an engine and a mover; where it may move to comes with
-    {"meet": {...}}    -> {"met": {}}                            ... this
-    {"stage": {...}}   -> {"ready": {}}                          the requests that may come
-    {"go": {"ids"}}    -> {"finished": {"ids", "at"}}, ...       some of them, as they end
-    {"move": {...}}    -> {"moved": {...}}                       how it ended
-    {"cpu": {}}        -> {"cpu": {...}}                         what moves took since the last such question
-    {"end": {}}        -> {"ended": {...}}                       what came, and every step of the stage
+    {"load": {...}}    -> {"loaded": {...}}                      create an engine and a mover
+    {"meet": {...}}    -> {"met": {}}                            set the peers to move to
+    {"stage": {...}}   -> {"ready": {}}                          prepare requests
+    {"go": {"ids"}}    -> {"finished": {"ids", "at"}}, ...       run some of them
+    {"move": {...}}    -> {"moved": {...}}                       move a sequence
+    {"cpu": {}}        -> {"cpu": {...}}                         CPU so far, and the longest recent hold
+    {"end": {}}        -> {"ended": {...}}                       digests, and every step of the stage
 
-and of its own accord {"load": {...}}, as a generator of a run says it. Times are of the monotonic clock, which all
-processes of a machine share. The engine has a thread of its own, and steps whenever it has work; the event loop has the
-other: lines, moves, the control of moves.
+The generator also sends {"load": {...}} unprompted, as in a run. Times are of the monotonic clock, which processes of a
+machine share. The engine steps in its own thread; the event loop handles lines and moves.
 
-Only this file knows how long a response will be: the engine is told the most that may come, and what reaches its
-length is taken from it as if it had ended there. An engine that knew would favour the long ones.
+Only this file knows response lengths. The engine gets the maximum, and sequences are cut off at their length, so that
+it cannot favour long ones.
 """
 
 from __future__ import annotations
@@ -45,14 +44,12 @@ _RECENT_STEPS = 32
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """Hold a request and how long it will be."""
-
     request: Request
     length: int
 
 
 class NameCustody:
-    """Keep the names of what runs here. Prompts are names: nothing else travels with a sequence."""
+    """Names of the sequences that run here, which stand for their prompts."""
 
     def __init__(self) -> None:
         self.held: set[str] = set()
@@ -74,7 +71,7 @@ class NameCustody:
 
 
 class Generator:
-    """Do what lines of JSON say. `answers`: where lines go."""
+    """Generator that executes lines of JSON and writes to `answers`."""
 
     def __init__(self, number: int, answers: IO[str]) -> None:
         self._number, self._answers = number, answers
@@ -126,7 +123,7 @@ class Generator:
         with self._telling:
             print(json.dumps({name: what}), file=self._answers, flush=True)
 
-    # -- what is asked --------------------------------------------------------------------------------------
+    # -- requests -------------------------------------------------------------------------------------------
 
     async def _on_load(self, *, target: str, draft: str | None, link: str, **options: Any) -> None:
         self._engine = Engine.from_pretrained(target, drafter=draft, **options)
@@ -154,8 +151,7 @@ class Generator:
     async def _on_stage(
         self, *, name: str, speculation: str, sequences: list[dict[str, Any]], watch: list[str] | None = None
     ) -> None:
-        """Take a stage's requests. Each stage has groups of its own: what an earlier one generated must not help its
-        drafts."""
+        """Prepare a stage's requests, in new groups so that earlier stages do not help its drafts."""
         planned = [planned_of(name, **sequence) for sequence in sequences]
 
         def begin() -> None:
@@ -178,7 +174,7 @@ class Generator:
         await self._calls.call(submit)
 
     async def _on_move(self, *, must_go: bool = False, **move: Any) -> None:
-        """Begin a move, which goes on while other lines are read."""
+        """Begin a move, which continues while other lines are read."""
 
         async def make() -> None:
             order = Move(**move)
@@ -195,7 +191,7 @@ class Generator:
         self._tell("cancelled")
 
     async def _on_preempt(self, *, id: str) -> None:
-        """Compute a sequence again, as if it came without KV."""
+        """Compute a sequence again, as if it had arrived without KV."""
 
         def preempt() -> None:
             self._engine.preempt(id)
@@ -213,7 +209,7 @@ class Generator:
         self._tell("cpu", **await self._calls.call(read))
 
     async def _on_watched(self) -> None:
-        """Tell tokens since the last such question; what a step takes, of the last few that read no prompt."""
+        """Report watched tokens since the last request, and recent step times without prefill."""
 
         def read() -> dict[str, Any]:
             watched, self._watched = self._watched, []
@@ -312,11 +308,11 @@ def planned_of(
 
 
 def cut(done: Completion, length: int) -> Completion:
-    """Return the completion as if it had ended there: drafts may have brought it a little further."""
+    """Return the completion cut to `length`, which drafts may have exceeded."""
     return replace(done, token_ids=done.token_ids[:length], log_probs=done.log_probs[:length])
 
 
 def digest_of(done: Completion) -> str:
-    """Return what changes with any token or with any bit of a log-prob."""
+    """Return a hash of tokens, log-prob bits and finish reason."""
     content = repr((done.token_ids, done.log_probs, done.finish_reason))
     return hashlib.sha256(content.encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Two generators as the benchmark sees them: processes of one thread, each on a core of its own."""
+"""Client of two generator processes of one thread, each on its own core."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ def generator_command(number: int, core: int) -> list[str]:
 
 
 def two_cores() -> tuple[int, int]:
-    """Return the first two that this process may use."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < NUM_GENERATORS:
         raise InvalidRequest("cores", len(cores), "two generators need a core each")
@@ -31,7 +30,7 @@ def two_cores() -> tuple[int, int]:
 
 
 class Pair:
-    """Talk to both. Each tells of its own accord; `hear` gives what came first, whichever said it."""
+    """Connection to both generators, which also send messages unprompted."""
 
     def __init__(self, workers: list[Worker]) -> None:
         self._workers = workers
@@ -45,12 +44,12 @@ class Pair:
 
     @classmethod
     def start(cls, command: Command = generator_command) -> Pair:
-        """Start both. `command`: of a generator, by its number and its core."""
+        """Start both generators; `command` maps a number and a core to a command line."""
         cores = enumerate(two_cores())
         return cls([Worker.start(command(number, core), num_threads=1) for number, core in cores])
 
     def load(self, **settings: Any) -> dict[str, Any]:
-        """Load engines, which then know each other; return what the first says of its engine."""
+        """Load both engines and connect them; return the first one's answer."""
         loaded = self.ask_all("load", "loaded", **settings)
         self.ask_all("meet", "met", peers=[one["peer"] for one in loaded])
         return loaded[0]
@@ -63,7 +62,7 @@ class Pair:
             self.tell(number, request, **arguments)
 
     def hear(self, timeout_seconds: float = _PATIENCE_SECONDS) -> tuple[int, str, dict[str, Any]]:
-        """Return which says it, what it is, and the rest."""
+        """Return the sender, name and content of the next message."""
         try:
             number, message = self._heard.get(timeout=timeout_seconds)
         except queue.Empty:
@@ -74,7 +73,7 @@ class Pair:
         return number, name, rest
 
     def hear_all(self, wanted: str) -> list[dict[str, Any]]:
-        """Return what each answers; whatever else they say meanwhile is of no interest any more."""
+        """Return each generator's `wanted` answer, dropping other messages."""
         answers: dict[int, dict[str, Any]] = {}
         while len(answers) < NUM_GENERATORS:
             number, name, rest = self.hear()
@@ -83,7 +82,7 @@ class Pair:
         return [answers[number] for number in range(NUM_GENERATORS)]
 
     def ask(self, number: int, request: str, answer: str, **arguments: Any) -> dict[str, Any]:
-        """Ask one of them; whatever else is said meanwhile is of no interest."""
+        """Ask one generator and return its answer, dropping other messages."""
         self.tell(number, request, **arguments)
         while True:
             speaker, name, rest = self.hear()
@@ -124,7 +123,7 @@ def sequences_of(
     ids: Iterable[str], prompts: Iterable[tuple[int, ...]], lengths: Iterable[int], seeds: Iterable[int],
     groups: Iterable[int], *, max_tokens: int,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Return sequences as generators are told of them. `max_tokens`: all that an engine knows of lengths."""
+    """Return sequences as generators take them; `max_tokens` is all that an engine knows of lengths."""
     columns = zip(ids, prompts, lengths, seeds, groups, strict=True)
     return [
         {"id": name, "prompt": list(prompt), "length": length, "max_tokens": max_tokens, "seed": seed, "group": group}

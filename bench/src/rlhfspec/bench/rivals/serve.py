@@ -1,7 +1,7 @@
-"""One line of JSON in, one line of JSON out. Standard library only.
+"""Worker protocol: one line of JSON in, one line out. Standard library only.
 
-A worker sleeps in `readline` between two requests, so an idle rival costs no processor time. Whatever libraries print
-to standard output goes to standard error instead: only answers travel on the pipe.
+A worker sleeps in `readline` between requests, so an idle rival uses no CPU. Output of libraries goes to standard
+error; only answers travel on the pipe.
 
     {"load": {...}}                          -> {"loaded": {...}}
     {"run": {"prompts": [[1, 2]], ...}}      -> {"seconds": 1.2, "num_tokens": 128, ...}
@@ -21,7 +21,7 @@ Handler = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def serve(handlers: dict[str, Handler]) -> None:
-    """Answer requests until standard input ends or `quit` comes. A failing request is answered with its error."""
+    """Answer requests until standard input ends or `quit` comes; a failing one gets its error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -30,7 +30,7 @@ def serve(handlers: dict[str, Handler]) -> None:
             break
         try:
             answer = handlers[name](arguments)
-        except Exception as error:  # the boundary of a process: whatever failed is the other side's to report
+        except Exception as error:  # process boundary: the caller reports the error
             traceback.print_exc(file=sys.stderr)
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)

@@ -1,7 +1,7 @@
-"""TRL's GRPO trainer as a rival of a whole training step. Run by the Python that has TRL.
+"""TRL's GRPO trainer as a rival in whole training steps. Run by the Python that has TRL.
 
-As fast as its own options make it on a CPU without vLLM, which has none for it: no gradient checkpointing (its default
-is on, and slower), all samples in one batch, nothing reported or saved.
+Options are the fastest on a CPU, where TRL cannot use vLLM: no gradient checkpointing (on by default, and slower), all
+samples in one batch, nothing reported or saved.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def variety(completion: str) -> float:
-    """Return the reward of both sides: cheap, and different from sample to sample.
+    """Return the reward of both sides: cheap, and different between samples.
 
     >>> variety("aab")
     0.25
@@ -25,7 +25,7 @@ def variety(completion: str) -> float:
 
 
 class Stopwatch:
-    """Add up the seconds of named calls, and forget them when read."""
+    """Seconds of named calls, added up and reset when read."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -46,7 +46,7 @@ class Stopwatch:
 
 
 def train(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Train so many steps; return what each took from the end of the one before, and where it went."""
+    """Train; return the stages of each step, timed from the end of the one before."""
     import torch
     import trl  # type: ignore[import-not-found]
     from datasets import Dataset
@@ -119,8 +119,7 @@ def _config(make: Callable[..., Any], arguments: dict[str, Any], num_samples: in
 
 
 def _step(measured: dict[str, Any]) -> dict[str, Any]:
-    """Return stages that do not overlap: what is not generation or scoring is training (and the trainer's own
-    upkeep)."""
+    """Return stages that do not overlap; time outside generation and scoring counts as training."""
     calls = measured["calls"]
     generation, reward = calls["_generate"], calls["_calculate_rewards"]
     log_probs = calls["_generate_and_score_completions"] - generation - reward

@@ -1,10 +1,10 @@
-"""vLLM's CPU build as a rival: plain, or with a draft model. Run by the Python that has vLLM.
+"""vLLM as a rival: plain, or with drafts. Run by the Python that has vLLM.
 
-What it needs to be a fair and correct rival:
-- one process, so that an idle rival does not poll; threads bound by the caller's VLLM_CPU_OMP_THREADS_BIND;
-- on a CPU eager mode (its compilation takes longer than the benchmark and gains nothing), token ids in and out;
-- its speculative sampling mended: `expand_batch_to_tokens` passes a typed copy to the native kernel and never copies
-  the result back when dtypes differ, so temperatures of drafted tokens are whatever was in memory.
+A fair and correct comparison needs:
+- one process, so that an idle rival does not poll; threads bound by VLLM_CPU_OMP_THREADS_BIND;
+- on a CPU eager mode (compilation takes longer than the benchmark and gains nothing), token ids in and out;
+- patched speculative sampling: `expand_batch_to_tokens` never copies results back from the native kernel when dtypes
+  differ, so temperatures of drafted tokens are uninitialized memory.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def run(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _speculation_counts() -> tuple[float, float]:
-    """Return drafts made and draft tokens accepted since the start."""
+    """Return the numbers of drafts and of accepted draft tokens since the start."""
     values = {metric.name: getattr(metric, "value", 0.0) for metric in _engine.get_metrics()}
     return values.get("vllm:spec_decode_num_drafts", 0.0), values.get("vllm:spec_decode_num_accepted_tokens", 0.0)
 

@@ -1,4 +1,4 @@
-"""The table of `rlhfspec bench step`: seconds a step by mode and stage, and how many times as fast as TRL."""
+"""Table of `rlhfspec bench step`: seconds per step by mode and stage, and speed relative to TRL."""
 
 from __future__ import annotations
 

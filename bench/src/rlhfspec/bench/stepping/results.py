@@ -1,4 +1,4 @@
-"""What `rlhfspec bench step` found.
+"""Results of `rlhfspec bench step`.
 
 Example:
     >>> steps = (Step(seconds=4.0, by_stage={"training": 1.0}, num_tokens=64),
@@ -23,12 +23,12 @@ TOLERATED_DIFFERENCE = 0.02  # of tokens a step between modes; more would compar
 
 
 class UnequalWork(RuntimeError):
-    """Say that modes generated different amounts, so their times cannot be compared."""
+    """Raised when modes generated different amounts, so that times cannot be compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """Hold one measured step. Stages of ours overlap, so they may add up to more than `seconds`."""
+    """One measured step. Stages may overlap and add up to more than `seconds`."""
 
     seconds: float
     by_stage: dict[str, float]
@@ -37,7 +37,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRow:
-    """Hold the medians over all steps of a mode; `steps` holds the seconds of each."""
+    """Medians over all steps of a mode; `steps` has the seconds of each."""
 
     mode: str
     seconds_per_step: float
@@ -66,7 +66,7 @@ class StepResults(BenchResults):
         return next((row for row in self.rows if row.mode == mode), None)
 
     def times_as_fast(self, mode: str, rival: str = TRL) -> float | None:
-        """Return how many steps `mode` makes while `rival` makes one."""
+        """Return the steps that `mode` makes while `rival` makes one."""
         ours, theirs = self.row(mode), self.row(rival)
         return theirs.seconds_per_step / ours.seconds_per_step if ours and theirs else None
 
@@ -76,7 +76,7 @@ class StepResults(BenchResults):
 
 
 def check_equal_work(rows: Iterable[StepRow]) -> None:
-    """Raises UnequalWork when tokens a step differ by more than is tolerated.
+    """Raise UnequalWork when tokens per step differ by more than is tolerated.
 
     >>> check_equal_work([StepRow.of("plain", [Step(seconds=1.0, by_stage={}, num_tokens=100)])])
     """

@@ -1,8 +1,7 @@
-"""A whole training step against TRL's: the same model, prompts, lengths, algorithm and threads, all in one run.
+"""Benchmark of a training step against TRL: the same model, prompts, lengths, algorithm and threads.
 
-Ours runs as a user runs it: `rlhfspec run JOB`, a process a repetition, timed by its run folder. TRL's GRPO trainer is
-a process of its own too. Modes take turns, repetition after repetition, so that noise hits all alike; the first step
-of a process (warm-up, compilation, allocation) does not count. Every response has exactly `num_tokens` tokens.
+Each repetition runs `rlhfspec run JOB` in a process, timed by its run folder, and TRL's GRPO trainer in another. Modes
+take turns. The first step of a process (warm-up, compilation, allocation) does not count.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSettings:
-    """Say what is run. steps: measured in each repetition. dtype: bfloat16 is autocast on both sides (and the engine's
-    own weights)."""
+    """Settings of the benchmark. With bfloat16, both sides use autocast and the engine bfloat16 weights."""
 
     model: str
     draft: str | None
@@ -58,7 +56,7 @@ class StepSettings:
     prompts_per_step: int = 4
     samples_per_prompt: int = 4
     num_tokens: int = 256
-    steps: int = 2
+    steps: int = 2  # measured in each repetition
     repeats: int = 3
     num_threads: int = 2
     dtype: str = "float32"
@@ -85,7 +83,7 @@ class StepSettings:
         return WARM_UP_STEPS + self.steps
 
     def prompts(self) -> list[str]:
-        """Return as many as all steps need, so that no mode meets one twice."""
+        """Return enough prompts for all steps, so that none repeats."""
         count = self.num_steps * self.prompts_per_step
         if self.num_prompt_tokens is None:
             return [decode(ids) for ids in prompts(count, seed=_PROMPTS_SEED)]
@@ -98,7 +96,7 @@ Measure = Callable[[StepSettings], list[Step]]
 
 
 class StepBenchmark:
-    """Run both sides. `measures`: how each mode is measured once; a test gives its own."""
+    """Benchmark of both sides. Tests pass `measures`, which run each mode once."""
 
     def __init__(
         self, settings: StepSettings, report: Report = print, measures: dict[str, Measure] | None = None
@@ -124,7 +122,7 @@ class StepBenchmark:
         )
 
     def _turn(self, repetition: int) -> list[str]:
-        """Return the modes still taking part, beginning with another one each time."""
+        """Return the modes still taking part, rotated by the repetition."""
         modes = [mode for mode in self._settings.modes if mode not in self._skipped]
         start = repetition % len(modes) if modes else 0
         return modes[start:] + modes[:start]
@@ -156,7 +154,7 @@ def _arithmetic(dtype: str) -> str:
 
 
 def find_trl_python(given: str | None) -> Path | None:
-    """Return the one given, else that of .venv-trl here; None when there is none."""
+    """Return the given interpreter, else that of .venv-trl, or None."""
     if given is not None:
         path = Path(given)
         if not path.exists():
@@ -208,7 +206,7 @@ def measure_ours(settings: StepSettings, speculation: str) -> list[Step]:
 
 
 def run_ours(settings: StepSettings, speculation: str, *arguments: str) -> str:
-    """Run `rlhfspec run`, as a user starts it; return its steps.jsonl. `arguments`: more of them."""
+    """Run `rlhfspec run` with more `arguments`, and return its steps.jsonl."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in settings.prompts()))
@@ -230,7 +228,7 @@ def run_ours(settings: StepSettings, speculation: str, *arguments: str) -> str:
 
 
 def job_of(settings: StepSettings, speculation: str) -> dict[str, Any]:
-    """Return the job that does what TRL is told to do."""
+    """Return the job that matches TRL's configuration."""
     bfloat16 = settings.dtype == "bfloat16"
     longest = {} if settings.num_prompt_tokens is None else {"maxPromptTokens": settings.num_prompt_tokens}
     spec = {
@@ -262,7 +260,7 @@ def job_of(settings: StepSettings, speculation: str) -> dict[str, Any]:
 
 
 def steps_of(lines: str) -> list[Step]:
-    """Return steps of a run folder, each from the end of the one before: whatever happened between them counts."""
+    """Return the steps of a steps.jsonl, each timed from the end of the one before."""
     metrics = [json.loads(line) for line in lines.splitlines()]
     began = [metrics[0]["started_unix_seconds"], *(line["finished_unix_seconds"] for line in metrics)]
     return [

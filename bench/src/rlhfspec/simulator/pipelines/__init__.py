@@ -1,2 +1,1 @@
-"""Schedules of pipelines that train an actor and a critic on the same stages. Pure, and simulated only: the trainer has
-no pipeline parallelism yet."""
+"""Simulated pipelines that train actor and critic on the same stages; the trainer has no pipeline parallelism yet."""

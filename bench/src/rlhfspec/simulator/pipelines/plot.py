@@ -1,4 +1,4 @@
-"""Pictures of pipeline schedules: a row a stage. matplotlib is imported when one is drawn."""
+"""Plots of pipeline schedules, one row per stage."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rlhfspec.simulator.pipelines.schedule import MODELS, PipelineSchedule
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLORS = {  # a forward, a backward
+_COLORS = {  # forward, backward
     0: ("#9ecae1", "#3182bd"),
     1: ("#fdd0a2", "#e6550d"),
 }
 
 
 def draw(schedules: Mapping[str, PipelineSchedule], path: Path, *, title: str) -> None:
-    """Draw one panel a schedule, on one scale of time."""
+    """Draw one panel per schedule, on one scale of time."""
     from matplotlib.patches import Patch
 
     num_stages = max(schedule.case.num_stages for schedule in schedules.values())
@@ -37,7 +37,7 @@ def draw(schedules: Mapping[str, PipelineSchedule], path: Path, *, title: str) -
 
 
 def _stages(axes: Axes, schedule: PipelineSchedule) -> None:
-    is_readable = schedule.seconds <= 100  # numbers of micro-batches in boxes as wide as a letter
+    is_readable = schedule.seconds <= 100  # boxes are wide enough for micro-batch numbers
     for each in schedule.placed:
         color = _COLORS[each.task.model][each.task.is_backward]
         axes.barh(each.stage, each.end - each.start, left=each.start, height=0.9, color=color, edgecolor="white")

@@ -1,12 +1,10 @@
-"""Two pipelines on the same stages, actor's and critic's, interleaved so that one fills the other's bubbles.
+"""Pipelines of actor and critic, interleaved on the same stages so that each fills the other's bubbles.
 
-The actor enters at stage 0 and the critic at the last one (bidirectional: each begins where the other one ends). A
-stage does one thing at a time; a backward takes twice as long as its forward. As many micro-batches of a model are
-under way at a place of its pipeline as 1F1B allows, so nothing waits for ever and memory is that of 1F1B for each.
+The actor enters at stage 0, the critic at the last one. A stage runs one task at a time; a backward takes twice as long
+as its forward. Micro-batches in flight are limited as in 1F1B, which bounds memory and avoids deadlocks.
 
     serial    1F1B of the actor, then of the critic
-    search    both at once: whenever a stage is idle it takes the ready task that a rule likes best, for many random
-              rules; the shortest schedule found
+    search    list scheduling of both by many random rules; the shortest schedule found
 
 Example:
     >>> case = PipelineCase(num_stages=2, num_micro_batches=4)
@@ -34,28 +32,27 @@ class PipelineCase:
 
     @property
     def work_seconds(self) -> float:
-        """Return the work of a stage, without a gap."""
+        """Return the busy seconds of a stage."""
         return self.num_micro_batches * (1 + BACKWARD_TIMES) * sum(self.forward_seconds)
 
     @property
     def least_seconds(self) -> float:
-        """Return what no schedule is shorter than: a stage's work, or the way of one model's micro-batches through all
-        stages."""
+        """Return a lower bound: a stage's work, or one model's micro-batches through all stages."""
         way = (self.num_micro_batches + self.num_stages - 1) * (1 + BACKWARD_TIMES) * max(self.forward_seconds)
         return max(self.work_seconds, way)
 
     def stage(self, model: int, place: int) -> int:
-        """Return the stage of a place of the model's pipeline."""
+        """Return the stage of a place in the model's pipeline."""
         return place if model == 0 else self.num_stages - 1 - place
 
     def most_under_way(self, place: int) -> int:
-        """Return 1F1B's micro-batches at a place, forward begun and backward not ended."""
+        """Return the most micro-batches that 1F1B has in flight at a place."""
         return self.num_stages - place
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Name a forward or backward of a micro-batch at a place of its model's pipeline."""
+    """Forward or backward of a micro-batch at a place of its model's pipeline."""
 
     model: int
     micro_batch: int
@@ -82,12 +79,12 @@ class PipelineSchedule:
 
     @property
     def bubbles(self) -> float:
-        """Return the share of the time that a stage is idle, on average."""
+        """Return the mean share of time that a stage is idle."""
         return 1 - self.case.work_seconds / self.seconds
 
     @property
     def peak_activations(self) -> float:
-        """Return the most that a stage keeps at once, in activations of one of the actor's micro-batches."""
+        """Return the most activations of any stage, in units of one actor micro-batch."""
         actor = self.case.forward_seconds[0]
         changes: list[list[tuple[float, float]]] = [[] for _ in range(self.case.num_stages)]
         for each in self.placed:
@@ -97,7 +94,7 @@ class PipelineSchedule:
         return max(_highest(of_stage) for of_stage in changes)
 
 
-Rule = Callable[[Task], float]  # the ready task with the least is taken
+Rule = Callable[[Task], float]  # the ready task with the least value is taken
 
 
 def serial(case: PipelineCase) -> PipelineSchedule:
@@ -109,8 +106,7 @@ def serial(case: PipelineCase) -> PipelineSchedule:
 
 
 def search(case: PipelineCase, *, num_rules: int = NUM_RULES, seed: int = 0) -> PipelineSchedule:
-    """Return the shortest of the serial schedule and those of random rules, the later half near the best rule so far; a
-    function of its arguments."""
+    """Return the shortest of the serial schedule and random rules; the later half varies the best rule so far."""
     best, taste, drawn = serial(case), None, random.Random(seed)
     for number in range(num_rules):
         tried = Taste.drawn(drawn) if taste is None or 2 * number < num_rules else taste.like_it(drawn)
@@ -125,8 +121,7 @@ def search(case: PipelineCase, *, num_rules: int = NUM_RULES, seed: int = 0) -> 
 def run(
     case: PipelineCase, rule: Rule, *, models: tuple[int, ...] = (0, 1), give_up_at: float = float("inf")
 ) -> list[PlacedTask]:
-    """Place tasks by list scheduling: no stage is idle that has something ready. Nothing where it would end at
-    `give_up_at` or later."""
+    """Place tasks by list scheduling; return nothing if they would end at `give_up_at` or later."""
     row = _StageRow(case, rule, models)
     placed: list[PlacedTask] = []
     ending: list[tuple[float, int, PlacedTask]] = []
@@ -145,7 +140,7 @@ def run(
 
 
 class _StageRow:
-    """Hold the stages at a moment: what each has ready, which are at work, and how many are under way at each place."""
+    """Stages at a moment: ready tasks, idle stages, and micro-batches in flight at each place."""
 
     def __init__(self, case: PipelineCase, rule: Rule, models: tuple[int, ...]) -> None:
         self._case, self._rule = case, rule
@@ -183,7 +178,7 @@ class _StageRow:
         heapq.heappush(ready, (self._rule(task), self._num_added, task))
 
     def _take(self, stage: int) -> Task | None:
-        """Return the best that may begin; what may not yet stays ready."""
+        """Remove and return the best task that may begin now."""
         ready, passed, found = self._ready[stage], [], None
         while ready and found is None:
             entry = heapq.heappop(ready)
@@ -205,8 +200,7 @@ def _one_forward_one_backward(task: Task) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Taste:
-    """Hold a rule's tastes: how much it likes backwards, a model, early micro-batches, what has a long way to go; its
-    moods."""
+    """Random weights of a rule: backwards, the critic, early micro-batches, distance left, and noise."""
 
     weights: tuple[float, float, float, float]
     mood: float
@@ -235,7 +229,7 @@ class Taste:
 
 
 def _highest(changes: list[tuple[float, float]]) -> float:
-    """Return the highest sum; what ends makes room for what begins at the same moment."""
+    """Return the highest running sum, with releases before additions at equal times."""
     held = highest = 0.0
     for _, change in sorted(changes):
         held += change

@@ -1,1 +1,1 @@
-"""Code under vLLM's interpreter: it imports vllm, torch, our kernels and the slow decoder only."""
+"""Code in vLLM's interpreter. It imports only vllm, torch, the kernels and the oracle."""

@@ -1,4 +1,4 @@
-"""vLLM's engine core in this process: requests in, tokens out, one step at a time."""
+"""Host of vLLM's engine core in this process, one step at a time."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def in_one_line(error: BaseException) -> str:
 
 class Host:
     def __init__(self) -> None:
-        self._schedule: Any = None  # that the step ran
+        self._schedule: Any = None  # of the last pass
         self._num_preempted = 0
 
     def open(self, *, device: str, arguments: dict[str, Any], field_of: dict[str, str]) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class Host:
         return self._gauges() if weights is None else self.load(weights=weights)
 
     def load(self, *, weights: str) -> dict[str, Any]:
-        """Load weights; running sequences are preempted, or they would continue with the old weights' KV."""
+        """Load weights and preempt running sequences, whose KV belongs to the old weights."""
         lacking = sorted({name for rank in self._core.collective_rpc("load_version", args=(weights,)) for name in rank})
         if lacking:  # vLLM only warns
             raise ChildRefused("model.path", f"new weights lack {len(lacking)} of the model's, such as {lacking[0]}")
@@ -116,7 +116,7 @@ class Host:
         return self._gauges()
 
     def step(self, *, add: list[dict[str, Any]], cancel: list[str], ahead_seconds: float = 0.0) -> dict[str, Any]:
-        """Run one pass of all sequences, and more within `ahead_seconds` while all only decode and none finishes."""
+        """Run one pass, and more within `ahead_seconds` while all sequences only decode and none finishes."""
         began = time.perf_counter()
         if cancel:
             self._core.abort_requests(cancel)
@@ -142,7 +142,7 @@ class Host:
 def _request(
     *, name: str, prompt: list[int], max_tokens: int, stop_token_ids: list[int], law: dict[str, Any]
 ) -> EngineCoreRequest:
-    """Build a greedy vLLM request, to skip its own sampling, with two log-probs per token. Stop ids include EOS."""
+    """Build a vLLM request that is greedy, to skip vLLM's sampling. Stop ids include EOS."""
     params = vllm.SamplingParams(
         temperature=0.0, max_tokens=max_tokens, stop_token_ids=stop_token_ids, ignore_eos=True, detokenize=False,
         logprobs=1, extra_args={"law": law},

@@ -1,4 +1,4 @@
-"""The law in vLLM's V1 model runner (CPU build): a sampler, a verifier, and drafts under the same noise."""
+"""Sampling by the law in vLLM's V1 model runner (CPU build): sampler, verifier and drafter."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ class Batch:
         return len(ids)
 
     def sample(self, logits: torch.Tensor, owners: IntArray | slice, source_rows: IntArray) -> tuple[Any, IntArray]:
-        """Sample rows; return the draws and their response positions. `owners`: the request index of each row, or all
-        in order. `source_rows` [N]: rows of the forward pass."""
+        """Sample rows of a forward; return draws and response positions. `owners`: the request index of each row."""
         positions = self.runner.positions.cpu().numpy()[source_rows].astype(np.int32)
         places = np.maximum(positions + 1 - self.num_prompt[owners], 0)  # parts of a prompt keep nothing
         logits = logits.float()
@@ -70,7 +69,7 @@ class V1Sampler(_Beside):
 
 
 class V1Verifier(_Beside):
-    """Verifier that keeps drafted tokens while they are the law's, then adds the law's own."""
+    """Verifier that accepts drafted tokens equal to the law's, then adds the law's next one."""
 
     def forward(self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any) -> Any:
         batch = self.batch
@@ -101,7 +100,7 @@ class V1Verifier(_Beside):
 
 
 def _both(drawn: Any) -> tuple[IntArray, FloatArray, IntArray]:
-    """Return the fields of LogprobsTensors: per row two ids, log-probs under the model and as sampled, and a rank."""
+    """Return the fields of LogprobsTensors: ids, plain and tempered log-probs [N, 2], and ranks."""
     tokens = drawn.tokens.cpu().numpy()
     ids, values = np.full((len(tokens), 2), LAW, np.int32), np.empty((len(tokens), 2), np.float32)
     ids[:, 0], values[:, 0] = tokens, drawn.log_probs.cpu().numpy()

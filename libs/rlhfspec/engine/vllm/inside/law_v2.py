@@ -1,4 +1,4 @@
-"""The law in vLLM's V2 model runner (GPUs): rows by slot, parameters on the device, without synchronization."""
+"""Sampling by the law in vLLM's V2 model runner (GPUs), without synchronization."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Slots:
         self._top_p[slot], self._num_prompt[slot] = law["top_p"], law["num_prompt"]
 
     def places(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the response position of the token after each position; 0 inside prompts, where nothing is kept."""
+        """Return the response position of the token after each position, or 0 inside prompts."""
         return (positions.to(torch.int32) + 1 - self._num_prompt[slots]).clamp_(min=0)
 
     def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> Any:
@@ -68,7 +68,7 @@ class V2Sampler:
 
 
 class V2Verifier:
-    """Verifier that keeps drafted tokens while they are the law's, then adds the law's own."""
+    """Verifier like `law_v1.V1Verifier`, on the device."""
 
     def __init__(self, vllms: Any, sampler: V2Sampler) -> None:
         self._vllms, self._sampler = vllms, sampler

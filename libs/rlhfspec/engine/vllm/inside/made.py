@@ -1,4 +1,4 @@
-"""Results of the passes of one answer, in the format of the pipe."""
+"""Accumulated results of several passes, in the wire format of one answer."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""vLLM behind a pipe: reads lines of JSON, writes two lengths, JSON, and arrays. Run as a file by vLLM's Python.
+"""Server of vLLM over a pipe: JSON lines in; two lengths, JSON and arrays out. Run as a file by vLLM's Python.
 
-    {"open": {...}}                              -> what was opened
-    {"begin": {"weights": path or null}}         -> nothing runs any more, under these weights
-    {"load": {"weights": path}}                  -> what runs goes on under these
-    {"step": {"add": [...], "cancel": [...], "ahead_seconds": 0.01}}  -> new tokens, and how full it is
+    {"open": {...}}                              -> the engine's properties
+    {"begin": {"weights": path or null}}         -> gauges, after aborting all sequences and loading the weights
+    {"load": {"weights": path}}                  -> gauges; sequences continue under these weights
+    {"step": {"add": [...], "cancel": [...], "ahead_seconds": 0.01}}  -> new tokens and gauges
 
-A failure within vLLM is answered and ends the process. Processes spawned for further ranks run the top of this file
-again."""
+A failure within vLLM is answered and ends the process. Spawned ranks run the top of this file again.
+"""
 
 from __future__ import annotations
 

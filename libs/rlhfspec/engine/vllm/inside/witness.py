@@ -1,4 +1,4 @@
-"""Check of drawn tokens against the slow decoder on the same logits."""
+"""Check of sampled tokens against the oracle on the same logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's worker in each rank: it installs the law after loading the model, before anything is captured."""
+"""vLLM worker that installs sampling by the law after loading the model, before graph capture."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ else:
 
 
 def process_shared_weights(model: torch.nn.Module) -> None:
-    """Process weights that several modules share again, such as an output head tied to the embedding. vLLM's reload
-    updates only one of the modules; on a CPU the others would keep packed copies of the old version."""
+    """Process shared weights again, such as a tied head: vLLM's reload updates only one of the modules."""
     owners: dict[int, list[Any]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):

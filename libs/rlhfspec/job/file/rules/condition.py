@@ -1,7 +1,6 @@
-"""Conditions on a job's fields: Python expressions that are evaluated here, and translated to CEL for an API server.
+"""Conditions on a job's fields: Python expressions, evaluated here and translated to CEL for an API server.
 
-An API server fills in defaults of fields, but not of missing blocks. So a field is read with its default, unless the
-condition compares it, or a block around it, with None.
+API servers fill in no defaults of missing blocks, so fields are read with defaults unless compared with None.
 
 >>> to_cel("model.critic is None or generation.maxTokens < 100")
 '!self.spec.?model.?critic.hasValue() || self.spec.?generation.?maxTokens.orValue(256) < 100'
@@ -86,7 +85,7 @@ class _Translator:
         return json.dumps(ast.literal_eval(node))
 
     def _part(self, node: ast.AST, also: type[ast.AST] = ast.BoolOp) -> str:
-        """Return the CEL text, in parentheses if it could bind less tightly than its parent."""
+        """Return the CEL text, in parentheses if needed."""
         is_range = isinstance(node, ast.Compare) and len(node.ops) > 1
         needs = isinstance(node, ast.BoolOp | ast.BinOp | also) or is_range
         return f"({self.text(node)})" if needs and not _is_none(node) else self.text(node)
@@ -98,7 +97,7 @@ class _Translator:
 
 
 def _default(path: str) -> str:
-    """Return the default of a field, which may depend on the algorithm, as CEL."""
+    """Return a field's default, which may depend on the algorithm, as CEL."""
     block, _, name = path.rpartition(".")
     default = json.dumps(info_of(path).default)
     own: dict[str, list[str]] = {}

@@ -1,6 +1,7 @@
-"""Rules on contradictions among a job's reward sources, in Python and in CEL.
+"""Rules on contradictions among reward sources, in Python and CEL.
 
-A CEL rule of the whole job cannot point at an item, so it points at the list, and the message names the field."""
+CEL rules of the whole job cannot point at an item, so their messages name its field.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def _each(job: RLHFJob) -> Iterator[tuple[str, RewardSource]]:
 
 
 def functions(job: RLHFJob) -> Iterator[Finding]:
-    """Check each source alone. An API server has this rule at every item."""
+    """Check each source alone, as API servers do at every item."""
     for path, source in _each(job):
         if isinstance(source, FunctionSource) and not MODULE_MEMBER.match(source.function):
             yield Finding(field=f"{path}.function", value=source.function, problem=NOT_A_MEMBER)

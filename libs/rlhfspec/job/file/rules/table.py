@@ -1,4 +1,4 @@
-"""The table of contradictions in a job, evaluated by `checks` and translated to CEL by `cluster.crd_rules`."""
+"""Table of contradictions in a job, evaluated by `checks` and translated to CEL by `cluster.crd_rules`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ _ASIDE = re.compile(r" \([^()]*\{[^()]*\)")  # parentheses that contain values
 
 @dataclass(frozen=True)
 class JobRule:
-    """A rule: `problem` applies to `field` if the condition `holds` (condition.py) is false.
+    """Rule whose `problem` applies to `field` unless the condition `holds` (condition.py).
 
-    `problem` may contain values, such as {algorithm.name}. The API server's message is `in_cluster`, or omits them."""
+    `problem` may contain values, such as {algorithm.name}, which the API server's message omits.
+    """
 
     field: str
     holds: str
@@ -32,7 +33,7 @@ class JobRule:
 
     @property
     def message(self) -> str:
-        """Return the message of the API server, which cannot show values.
+        """Return the API server's message, without values.
 
         >>> JobRule("a.b", "a.b < a.c", "{algorithm.name}: must be < c ({a.c})").message
         'this algorithm: must be < c'

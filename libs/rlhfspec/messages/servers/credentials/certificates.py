@@ -1,8 +1,9 @@
-"""The run's own certificate authority, and the credentials of each role.
+"""Certificate authority of a run, and the credentials of its roles.
 
-`create_credentials` fills one folder (mode 0700, files 0600): ca.pem; ROLE.pem and ROLE.key of each role and of `nats`,
-for mutual TLS; ROLE.seed, its NKEY; and redis.password. The authority's own key is never stored, so no certificate can
-be added later. To NATS only the NKEY proves a role."""
+`create_credentials` fills a folder (mode 0700, files 0600) with ca.pem; ROLE.pem and ROLE.key of each role and of
+`nats` for mutual TLS; the NKEYs ROLE.seed; and redis.password. The authority's key is never stored, so no certificate
+can be added later. NATS accepts only the NKEY as proof of a role.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ _CLOCKS_DIFFER_BY = timedelta(minutes=5)
 def create_credentials(
     folder: Path, roles: Iterable[str], *, hosts: Sequence[str] = (), lifetime: timedelta = LIFETIME
 ) -> dict[str, str]:
-    """Create all credentials anew and return the public NKEY of each role. `hosts`: names besides this machine's."""
+    """Create all credentials anew and return the public NKEY of each role."""
     authority = Authority.derived(
         secrets.token_bytes(32), f"rlhfspec run {secrets.token_hex(4)}", datetime.now(UTC), lifetime
     )
@@ -58,9 +59,7 @@ def create_credentials(
 
 @dataclass(frozen=True)
 class Authority:
-    """Certificate authority whose keys, its own unless given, derive from `secret`.
-
-    The same names and times give the same bytes."""
+    """Certificate authority with keys derived from `secret`; equal names and times give equal bytes."""
 
     secret: bytes
     key: ec.EllipticCurvePrivateKey
@@ -80,7 +79,6 @@ class Authority:
 
     @classmethod
     def of_pem(cls, secret: bytes, certificate: bytes, key: bytes, begin: datetime, lifetime: timedelta) -> Self:
-        """Return an authority with an existing certificate and key."""
         try:
             own_key = serialization.load_pem_private_key(key, password=None)
             x509.load_pem_x509_certificate(certificate)
@@ -95,7 +93,7 @@ class Authority:
         return _private(self.key)
 
     def issue(self, role: str, hosts: Sequence[str] = ()) -> tuple[bytes, bytes]:
-        """Return a certificate and its key as PEM, for serving on these hosts and for calling others."""
+        """Return a certificate and its key as PEM."""
         key = ec_key(self.secret, "role", role)
         issuer = x509.load_pem_x509_certificate(self.certificate).subject
         serial = derived(self.secret, "serial", "role", role, self.valid[0].isoformat(), *hosts)
@@ -164,7 +162,7 @@ def _key_usage(*, authority: bool) -> x509.KeyUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerTls:
-    """Files of a TLS server whose clients must present a certificate of the authority."""
+    """Files of a TLS server that requires client certificates of the authority."""
 
     certificate: Path
     key: Path
@@ -180,7 +178,7 @@ class ServerTls:
 
 
 def client_tls(folder: Path, role: str, host: str | None = None) -> ssl.SSLContext:
-    """Return a context for calls to servers whose certificates match `host`, or else the called address."""
+    """Return a client context that expects certificates for `host`, or else for the called address."""
     context = _context(ssl.PROTOCOL_TLS_CLIENT, folder, role)
     assert isinstance(context, _ForOneHost)
     context.host = host
@@ -188,7 +186,7 @@ def client_tls(folder: Path, role: str, host: str | None = None) -> ssl.SSLConte
 
 
 def servers_tls(folder: Path, role: str) -> ssl.SSLContext:
-    """Return a context for calls to NATS and Redis; shared ones have servers-ca.pem and ask for no certificate."""
+    """Return a client context for NATS and Redis; shared servers (servers-ca.pem) require no certificate."""
     authority = folder / SERVERS_AUTHORITY
     if not authority.exists():
         return client_tls(folder, role)
@@ -202,7 +200,7 @@ def servers_tls(folder: Path, role: str) -> ssl.SSLContext:
 
 
 def server_tls(folder: Path, role: str) -> ssl.SSLContext:
-    """Return a context for serving processes of the run only."""
+    """Return a server context that admits only processes of the run."""
     return _context(ssl.PROTOCOL_TLS_SERVER, folder, role)
 
 
@@ -221,7 +219,7 @@ def server_credentials(folder: Path, role: str) -> grpc.ServerCredentials:
 
 
 class _ForOneHost(ssl.SSLContext):
-    """Context that verifies certificates for the name `host`, for addresses not known beforehand."""
+    """Context that verifies certificates for the name `host`, whatever address is called."""
 
     host: str | None = None
 

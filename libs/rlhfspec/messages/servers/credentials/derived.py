@@ -1,4 +1,4 @@
-"""Keys derived from one secret and a purpose. The same secret gives the same bytes; no key reveals another."""
+"""Deterministic keys, derived from a secret and a purpose; no key reveals another."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ _P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 
 
 def derived(secret: bytes, *purpose: str, length: int = 32) -> bytes:
-    """Derive bytes by HKDF. Purposes are encoded as JSON, so that no two are alike."""
+    """Derive bytes by HKDF; encoding purposes as JSON keeps them distinct."""
     return HKDF(hashes.SHA256(), length, salt=b"rlhfspec", info=json.dumps(purpose).encode()).derive(secret)
 
 
 def ec_key(secret: bytes, *purpose: str) -> ec.EllipticCurvePrivateKey:
-    """Derive a P-256 key. The 16 extra bytes remove the bias of the modulo."""
+    """Derive a P-256 key; 16 extra bytes remove the modulo bias."""
     number = int.from_bytes(derived(secret, "ec", *purpose, length=48), "big")
     return ec.derive_private_key(number % (_P256_ORDER - 1) + 1, ec.SECP256R1())
 
 
 def nkey_seed(secret: bytes, kind: int, *purpose: str) -> str:
-    """Return the seed of a NATS operator, account or user (`kind`)."""
     seed: bytes = nkeys.encode_seed(derived(secret, "nkey", *purpose), kind)
     return seed.decode()
 
 
 def new_nkey() -> tuple[str, str]:
-    """Return a new user seed, which proves a role, and the public key, by which NATS knows it."""
+    """Return a new NATS user seed and its public key."""
     seed: bytes = nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER)
     public_key: bytes = nkeys.from_seed(seed).public_key
     return seed.decode(), public_key.decode()

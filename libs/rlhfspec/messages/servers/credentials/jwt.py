@@ -1,7 +1,7 @@
-"""JWTs of a NATS server in operator mode: each names a key and its rights, and is signed by the level above.
+"""JWTs for NATS in operator mode: each grants rights to a key and is signed by the level above.
 
-A user presents a token signed by its account's key and proves possession with its seed, so the server needs no list of
-users."""
+A user's token is signed by its account, so the server needs no list of users.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def account_jwt(operator_seed: str, account: str, name: str, *, jetstream: bool)
 def user_jwt(
     account_seed: str, user_seed: str, name: str, *, publish: Sequence[str], subscribe: Sequence[str], issued: int = 0
 ) -> str:
-    """Return a user's token. `issued`: seconds since 1970, for information only."""
+    """Return a user's token; `issued` (Unix seconds) is only informative."""
     claims = {"pub": _allowed(publish), "sub": _allowed(subscribe), **_LIMITS_OF_A_CLIENT}
     return _signed(account_seed, public_key(user_seed), name, "user", claims, issued)
 
@@ -55,7 +55,7 @@ def creds_file(token: str, user_seed: str) -> bytes:
 
 
 def _allowed(subjects: Sequence[str]) -> dict[str, list[str]]:
-    """Return a permission for exactly these subjects. An empty allow list would allow everything."""
+    """Allow exactly these subjects; an empty allow list would allow all."""
     return {"allow": list(subjects)} if subjects else {"deny": [">"]}
 
 

@@ -1,7 +1,7 @@
-"""One connection to a NATS server that survives restarts of the server: requests are repeated until answered.
+"""Connection to a NATS server that survives server restarts by repeating unanswered requests.
 
-It adds to nats-py: a first connection that fails at once with a reason, answers lost with a connection, refused
-subjects, and partitions in which a socket never closes."""
+Unlike nats-py, it reports why a first connection failed and handles lost answers, refused subjects and hung sockets.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ _REFUSED = re.compile(r'permissions violation for (publish|subscription) to "([^
 
 
 class Connection:
-    """Connection whose requests wait up to `patience_seconds` each for an absent server. Errors about rights name
-    `role`."""
+    """Connection whose requests each wait up to `patience_seconds` for an absent server."""
 
     def __init__(self, url: str, clock: Clock, patience_seconds: float, role: str = "") -> None:
         self.url = url
@@ -71,7 +70,7 @@ class Connection:
         connect_timeout_seconds: float,
         role: str = "",
     ) -> Connection:
-        """Connect, or raise at once InvalidRequest for a wrong setting, TransportUnavailable if nothing answers."""
+        """Connect, or raise InvalidRequest for a wrong setting, TransportUnavailable without an answer."""
         proof.check()
         connection, opened = cls(url, clock, patience_seconds, role), False
         try:
@@ -118,18 +117,18 @@ class Connection:
         await self.listen(f"{self._inbox}.*", self._on_answer)
 
     async def _give_up(self) -> None:
-        """Abort the socket first: nats-py would wait for a goodbye."""
+        """Abort the socket, then close, because nats-py would wait for the server."""
         if (socket := _socket_of(self._nc)) is not None:
             socket.abort()
         if self._nc.is_connected:
             await self._nc.close()
 
     def hurry(self, seconds: float) -> None:
-        """Wait for an absent server only `seconds` from now on: all calls together, also those that already wait."""
+        """Limit all waits for an absent server to `seconds` from now."""
         self._gives_up_at = min(self._gives_up_at, self.clock.now() + seconds)
 
     def left(self, began: float) -> float:
-        """Return for how many more seconds a call that began then may wait for an absent server."""
+        """Return the seconds that a call from `began` may still wait."""
         return min(began + self._patience_seconds, self._gives_up_at) - self.clock.now()
 
     async def ask(
@@ -140,7 +139,7 @@ class Connection:
         *,
         seconds: float = ANSWER_SECONDS,
     ) -> Msg | None:
-        """Send a request once. Return None if no answer came; the server may still have received it."""
+        """Send a request once; return None without an answer, even if the server received it."""
         self.refuse("publish", subject)
         seconds = min(seconds, max(self._gives_up_at - self.clock.now(), LAST_ANSWER_SECONDS))
         number = str(next(self._numbers))
@@ -159,7 +158,7 @@ class Connection:
         return message
 
     async def until_answered(self, subject: str, data: bytes = b"") -> Msg:
-        """Repeat an idempotent request until answered; raise TransportUnavailable if the server is away too long."""
+        """Repeat an idempotent request until answered, or raise TransportUnavailable."""
         began = self.clock.now()
         while True:
             answer = await self.ask(subject, data)
@@ -171,7 +170,7 @@ class Connection:
             await self.clock.sleep(RETRY_SECONDS)
 
     async def api(self, call: str, body: object = None) -> dict[str, Any]:
-        """Call the JetStream API, retry server errors, and return client errors such as 404 in `error`."""
+        """Call the JetStream API, retrying server errors; client errors such as 404 are in `error`."""
         began = self.clock.now()
         while True:
             answer = await self.until_answered(f"$JS.API.{call}", b"" if body is None else json.dumps(body).encode())
@@ -186,7 +185,7 @@ class Connection:
     async def send(
         self, subject: str, data: bytes, *, reply: str = "", headers: Mapping[str, str] | None = None
     ) -> None:
-        """Send without confirmation, buffered while the server is away, as far as there is room."""
+        """Send without confirmation, buffered while the server is away if there is room."""
         self.refuse("publish", subject)
         with suppress(nats.errors.OutboundBufferLimitError):
             await self._publish(subject, data, reply, headers)
@@ -198,13 +197,13 @@ class Connection:
             raise TransportClosed(subject) from None
 
     def refuse_too_large(self, subject: str, id: str, data: bytes, headers: Mapping[str, str]) -> None:
-        """Raise MessageTooLarge: the server would close the connection over this message at every retry."""
+        """Raise MessageTooLarge for a message over which the server would close the connection."""
         size = len(data) + 16 + sum(len(name.encode()) + len(value.encode()) + 4 for name, value in headers.items())
         if size > self._nc.max_payload:
             raise MessageTooLarge(subject, id, size, self._nc.max_payload)
 
     async def listen(self, subject: str, arrived: Arrived) -> Subscription:
-        """Subscribe. Any answer to a later request implies that the server has accepted or refused it."""
+        """Subscribe; an answer to any later request implies that the server has handled it."""
         self.refuse("subscription", subject)
         return await self._nc.subscribe(subject, cb=arrived)
 
@@ -226,7 +225,7 @@ class Connection:
             raise TransportClosed(subject)
 
     def refuse(self, use: Use, subject: str) -> None:
-        """Raise if the connection is closed or the server refuses this use of the subject."""
+        """Raise if the connection is closed or this use of the subject is refused."""
         self.refuse_if_closed(subject)
         if (use, subject.lower()) in self._refused:
             client = f"role {self._role}" if self._role else "this user"
@@ -266,7 +265,7 @@ class Connection:
             call()
 
     async def close(self) -> None:
-        """Close the connection. No socket stays open, even if this is cancelled."""
+        """Close the connection and its socket, even if cancelled."""
         try:
             if self._connected.is_set() and not self.is_closed:
                 with suppress(nats.errors.Error):
@@ -279,12 +278,12 @@ class Connection:
 
 
 def status_of(message: Msg) -> str:
-    """Return the status of an answer without content, such as "404"; empty for a message."""
+    """Return the status of an empty answer, such as "404", or ""."""
     return "" if message.reply or not message.headers else message.headers.get("Status", "")
 
 
 class _Client(Client):
-    """Client that sends no credentials to a server without TLS after a reconnect, as nats-py would."""
+    """Client that, unlike nats-py, sends no credentials when a reconnect lacks TLS."""
 
     def _connect_command(self) -> bytes:
         socket = _socket_of(self)
@@ -295,7 +294,7 @@ class _Client(Client):
         return super()._connect_command()
 
     async def _process_op_err(self, e: Exception) -> None:
-        """Abort a dead socket after a delay: nats-py waits up to 15 minutes for unsent bytes (nats.py #671)."""
+        """Abort a dead socket, as nats-py waits up to 15 minutes for unsent bytes (nats.py #671)."""
         socket = _socket_of(self)
         await super()._process_op_err(e)
         if self.is_reconnecting and socket is not None:
@@ -307,7 +306,7 @@ class _Client(Client):
                 socket.abort()
 
     async def _send_ping(self, future: asyncio.Future[bool] | None = None) -> None:
-        """Send a ping behind all unsent data: `drain` would take the pong of an overtaking one as confirmation."""
+        """Send a ping after all unsent data, because `drain` takes its pong as confirmation."""
         answer: asyncio.Future[bool] = asyncio.Future()
         if future is not None:  # it may be cancelled by then, which nats-py treats as a connection error
             answer.add_done_callback(lambda _: None if future.done() else future.set_result(True))
@@ -316,7 +315,7 @@ class _Client(Client):
         await self._flush_pending()
 
     async def _close(self, status: int, do_cbs: bool = True) -> None:
-        """Drop unsent data while the server is away: nats-py raises AttributeError on a lost TLS socket."""
+        """Drop unsent data of a lost connection, as nats-py raises AttributeError for TLS."""
         if not self.is_connected:
             self._pending, self._pending_data_size = [], 0
         await super()._close(status, do_cbs)

@@ -1,7 +1,8 @@
-"""Deliveries of work, which their holder may end, and dead letters of messages that no holder could handle.
+"""Deliveries of work, and dead letters of messages that no holder could handle.
 
-The server would accept a refusal from any former holder. Therefore each delivery knows its deadline, and afterwards
-does nothing but acknowledge, which is valid at any time."""
+The server accepts a nak from any former holder. Therefore a delivery sends none after its deadline; an acknowledgement
+is valid at any time.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ ACK_SECONDS = 1.0  # then an acknowledgement is repeated
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """The parsed subject on which a delivery is acknowledged.
+    """Parsed acknowledgement subject of a delivery.
 
     >>> Token.parse("$JS.ACK.rlhf_sums_sample.reward.2.17.31.1795364592212657891.0")
     Token(stream='rlhf_sums_sample', consumer='reward', num_deliveries=2, number=17)
@@ -54,7 +55,7 @@ class Token:
 
 
 class Consuming:
-    """State that the deliveries of one consumer share."""
+    """Shared state of one consumer's deliveries."""
 
     def __init__(self, connection: Connection, subject: str, consumer: Consumer, bury: Bury) -> None:
         self.connection = connection
@@ -65,11 +66,11 @@ class Consuming:
         self._done: dict[str, float] = {}  # time of acknowledgement by id, oldest first
 
     def is_done(self, id: str) -> bool:
-        """Return whether this id was acknowledged here; a killed server may redeliver it or accept it twice."""
+        """Return whether this process acknowledged the id, which a killed server may deliver again."""
         return time.monotonic() - self._done.get(id, -math.inf) < DUPLICATE_WINDOW_SECONDS
 
     async def acknowledge(self, token: str, number: int, id: str = "") -> None:
-        """Acknowledge until the server confirms, or has forgotten the delivery and will redeliver it (`is_done`)."""
+        """Retry until the server confirms, or has forgotten the delivery and will redeliver it (`is_done`)."""
         connection = self.connection
         self._remember(id)
         began = connection.clock.now()
@@ -113,7 +114,6 @@ class Consuming:
         return most is not None and num_deliveries >= most
 
     async def data_of(self, number: int) -> tuple[str, bytes] | None:
-        """Return a stored message's id and data, or None."""
         found = await self.connection.api(f"STREAM.MSG.GET.{stream_name(self.subject)}", {"seq": number})
         if "error" in found:
             return None
@@ -126,7 +126,7 @@ class Consuming:
 
 
 class NatsReceipt:
-    """The right to end one delivery until its deadline."""
+    """Receipt of one delivery with its deadline."""
 
     def __init__(self, consuming: Consuming, token: str) -> None:
         self._consuming = consuming
@@ -138,7 +138,7 @@ class NatsReceipt:
 
     @property
     def is_held(self) -> bool:
-        """Return whether the lease holds, by real time, as the server's clock continues when this process stops."""
+        """Return whether the lease is valid in real time."""
         return time.monotonic() < self._deadline
 
     async def ack(self) -> None:
@@ -214,7 +214,7 @@ class NatsMessage(NatsReceipt):
         return self._consuming.is_done(self.id)
 
     def is_one_too_many(self) -> bool:
-        """Return whether it was delivered once too often, and move it to the dead letters then."""
+        """Return whether the message exceeds its deliveries; if so, move it to the dead letters."""
         most = self._consuming.consumer.max_deliveries
         if most is None or self.num_deliveries <= most:
             return False
@@ -223,7 +223,7 @@ class NatsMessage(NatsReceipt):
         return True
 
     def watch_over(self) -> None:
-        """Move the message to the dead letters at the deadline of its last delivery."""
+        """Move the message to the dead letters if its last delivery expires."""
         if self._consuming.is_last(self.num_deliveries):
             self._consuming.start(self._bury_in_time())
 

@@ -43,7 +43,7 @@ async def read_info(url: str) -> dict[str, Any]:
 
 
 def reason_of(error: OSError) -> str:
-    """Return why a connection failed. Resolver errors have negative numbers, with texts of their own.
+    """Return why a connection failed; resolver errors have negative numbers and their own texts.
 
     >>> reason_of(ConnectionRefusedError(111, "Connect call failed ('127.0.0.1', 1)")), reason_of(OSError("no way"))
     ('connection refused', 'no way')
@@ -76,7 +76,7 @@ def explained(url: str, error: Exception, proof: NatsProof) -> Exception:
 
 
 def tls_problem(error: ssl.SSLError) -> str:
-    """Return why TLS with a server failed; an alert is the other side's complaint.
+    """Return why TLS with a server failed; an alert comes from the server.
 
     >>> tls_problem(ssl.SSLError(1, "[SSL: TLSV13_ALERT_CERTIFICATE_REQUIRED] tlsv13 alert certificate required"))
     "the server refuses this client's certificate: tlsv13 alert certificate required"

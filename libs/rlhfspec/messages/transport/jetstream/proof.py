@@ -1,4 +1,4 @@
-"""Proof of a client's identity to NATS: an NKEY that the server knows, or a token signed by its account."""
+"""Credentials of a NATS client: an NKEY, or a token signed by its account."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CREDS = re.compile(rb"BEGIN NATS USER JWT-+\s+\S+\s+-+END.*BEGIN USER NKEY SEED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NatsProof:
-    """Credential files, at most one of the two; without any, the client presents nothing."""
+    """Credential file of a client: one of the two, or none."""
 
     nkey_seed: Path | None = None
     creds: Path | None = None
@@ -29,7 +29,7 @@ class NatsProof:
         return "a connection without credentials"
 
     def check(self) -> None:
-        """Validate the files, because nats-py does not name the wrong file."""
+        """Validate the credential file, which nats-py would not name in errors."""
         if self.creds is not None:
             found = _CREDS.search(_read("creds", self.creds))
             if found is None:

@@ -1,7 +1,8 @@
 """Reading from NATS: pulling work as a consumer, and watching.
 
-A pull requests everything available without waiting, or else waits for one message: a request for many would hold up a
-consumer at its limit. It waits in slices, as a request is lost with its connection."""
+A waiting pull requests one message, because a request for many would block a consumer at its limit. It waits in slices,
+because a request is lost with its connection.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ EMPTY = ("404", "408", _ENDED)
 
 
 class PullReading:
-    """Subscription of one worker, which keeps messages that arrive after a cancelled pull for the next one."""
+    """Subscription of one worker; messages that arrive after a cancelled pull go to the next one."""
 
     def __init__(self, consuming: Consuming) -> None:
         self._consuming = consuming
@@ -42,7 +43,7 @@ class PullReading:
         self._requests: dict[str, tuple[int, asyncio.Future[str]]] = {}  # by number: (messages wanted, status)
         self._heard: Subscription | None = None
         self._closed = False
-        self._is_left = False  # closed, with all messages returned; late ones are returned on arrival
+        self._is_left = False  # closed and drained: messages that still arrive are nak'ed
 
     async def open(self) -> PullReading:
         self._heard = await self._connection.listen(f"{self._inbox}.*", self._arrived)
@@ -96,7 +97,7 @@ class PullReading:
             del self._requests[number]
 
     async def _refused(self, status: str) -> None:
-        """Raise InvalidRequest if the consumer or stream is gone; otherwise wait before a retry."""
+        """Raise InvalidRequest if the consumer or stream is gone, else wait."""
         if status == "503" or "deleted" in status:
             found = await self._connection.api(f"STREAM.INFO.{stream_name(self._consuming.subject)}")
             if "error" in found or "deleted" in status:
@@ -131,7 +132,7 @@ class PullReading:
         self._connection.refuse_if_closed(self._consuming.subject)
 
     async def close(self) -> None:
-        """Return unread messages for redelivery, also those that the server sent before the unsubscription."""
+        """Close the subscription and nak unread messages, including those in flight."""
         if self._closed:
             return
         self._closed = True
@@ -206,7 +207,7 @@ class WatchReading:
         self._woken.set()
 
     async def _read_latest(self) -> None:
-        """Read the latest values at start and after each outage, which implies that the subscription is active."""
+        """Read the latest values at start and after each outage."""
         num_reconnects = self._connection.num_reconnects
         if self._read_at == num_reconnects:
             return

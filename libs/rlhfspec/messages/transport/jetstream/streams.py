@@ -1,9 +1,8 @@
-"""Mapping of subjects to JetStream: one stream each, which stores its own declaration.
+"""Mapping of subjects to JetStream streams, which store the declarations.
 
 - Work: an interest stream with a durable consumer per name.
-- State: the latest message of each key, the last word of the subject. Stored messages are republished under `latest.`
-  with their number, for watchers.
-- Signal: a plain subject. Its stream keeps nothing and only records the declaration.
+- State: the latest message per key (the subject's last word), republished under `latest.` with its number for watchers.
+- Signal: a plain subject, whose stream only records the declaration.
 
 >>> key_word("policy"), key_word("sums/3.7"), key_word("")
 ('policy', 'sums%2F3%2E7', '%')
@@ -35,7 +34,7 @@ class Declared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keeping:
-    """Seconds that unread messages stay, by kind (0: for ever), and extra metadata of each stream."""
+    """Retention of messages by kind (0: for ever), and extra stream metadata."""
 
     work_seconds: float = 0.0
     state_seconds: float = 0.0
@@ -56,7 +55,7 @@ def key_word(key: str) -> str:
 
 
 def latest_of(subject: str, word: str = "*") -> str:
-    """Return the subject where only the server publishes, to republish stored state."""
+    """Return the subject on which the server republishes stored state."""
     return f"latest.{subject}.{word}"
 
 
@@ -86,7 +85,7 @@ def _settings(subject: str, kind: Kind) -> dict[str, Any]:
 
 
 def consumer_config(consumer: Consumer) -> dict[str, Any]:
-    """Return a consumer without a delivery limit, because the pulling process writes dead letters."""
+    """Return a consumer's settings, without a delivery limit because the puller writes dead letters."""
     return {
         "name": consumer.name,
         "durable_name": consumer.name,
@@ -101,7 +100,7 @@ def consumer_config(consumer: Consumer) -> dict[str, Any]:
 def requests_for(
     subject: str, declared: Declared, max_pending: int, keeping: Keeping = FOR_EVER
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Return idempotent JetStream calls that declare a subject: the stream first, then each consumer."""
+    """Return idempotent JetStream calls that declare a subject's stream, then its consumers."""
     stream = stream_name(subject)
     of_consumers = [
         (f"CONSUMER.CREATE.{stream}.{each.name}", {"stream_name": stream, "config": consumer_config(each)})

@@ -1,16 +1,17 @@
-"""Contract of a link: bytes by key from one engine's process into another's, packed where they travel from.
+"""Contract of a link, which carries bytes by key from one engine's process to another's.
 
-    landing = opening.make_landing("auto")                           # destination: once, for all sources and moves
-    sending = opening.open_sending(landing.offer)                    # source: once for each destination
+    landing = opening.make_landing("auto")                           # destination: once
+    sending = opening.open_sending(landing.offer)                    # source: once per destination
 
-    room = sending.room(4096)                                        # memory of the link, to pack into
+    room = sending.room(4096)                                        # memory to pack into
     sending.send("move-1/0", 4096)
 
-    view = landing.take("move-1/0", 4096, timeout=5.0)               # destination, told of the key over its control
-    landing.done("move-1/0")                                         # its memory may be used again
+    view = landing.take("move-1/0", 4096, timeout=5.0)               # destination
+    landing.done("move-1/0")                                         # frees the memory
 
-All calls block: use a thread, never an event loop. Every failure is a LinkError by a deadline. A LinkError of `take`
-concerns one key; after one of `room` or `send`, close the sending and open another. Links do not verify bytes."""
+All calls block, so use a thread. Every failure is a LinkError within a deadline. After one of `room` or `send`, close
+the sending and open another; one of `take` concerns a single key. Links do not verify bytes.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +44,14 @@ class LandingAddress:
 
 
 class Sending(Protocol):
-    """Source's end of one pair, kept for later moves. Use it from one thread at a time."""
+    """Source's end of a link, for one thread at a time."""
 
     def room(self, num_bytes: int) -> memoryview:
-        """Return writable memory of this length; there is one at a time. Waits while earlier ranges are not done."""
+        """Return writable memory, one at a time, waiting while earlier ranges are not done."""
         ...
 
     def send(self, key: str, num_bytes: int) -> None:
-        """Send the first bytes of the room. Returns when the next room may be requested."""
+        """Send the first bytes of the room, and return when the next may be requested."""
         ...
 
     def close(self) -> None: ...
@@ -59,7 +60,7 @@ class Sending(Protocol):
 @runtime_checkable
 class QuickSending(Sending, Protocol):
     def is_at_once(self, num_bytes: int) -> bool:
-        """Return whether `room` for this size, and `send` after it, return at once."""
+        """Return whether `room` of this size and its `send` will not block."""
         ...
 
 

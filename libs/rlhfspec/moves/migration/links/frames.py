@@ -1,9 +1,10 @@
 """Socket protocol of links: mutual proof of the offer's token, then one header per range.
 
     destination -> source: MAGIC, nonce; source -> destination: nonce, proof; destination -> source: proof
-    source -> destination, for each range: header, key, and what the link puts behind it
+    source -> destination, for each range: header, key, and data of the link
 
-A proof is an HMAC of both nonces under the token, which itself is never sent."""
+A proof is an HMAC of both nonces under the token, which is never sent.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ class FrameHeader(NamedTuple):
 
     @classmethod
     def read(cls, connection: socket.socket, first: bytes, deadline: float, *, most_bytes: int) -> FrameHeader:
-        """Read a header whose first byte was already read. Raises LinkError if the range has more than `most_bytes`."""
+        """Read a header after its `first` byte; raise LinkError for a range of more than `most_bytes`."""
         fixed = first + read_exactly(connection, _HEADER.size - len(first), deadline)
         mark, length, place, num_bytes = _HEADER.unpack(fixed)
         if mark != _MARK or not 0 < length <= MOST_KEY_BYTES:
@@ -60,7 +61,7 @@ class FrameHeader(NamedTuple):
 
 
 def welcome(connection: socket.socket, token: str, *, timeout: float) -> None:
-    """Run the destination's handshake. Raises LinkError if the peer does not know the token."""
+    """Run the destination's handshake, or raise LinkError for an unknown token."""
     deadline = time.monotonic() + timeout
     ours = secrets.token_bytes(_NONCE_BYTES)
     send_all(connection, [MAGIC + ours], deadline)
@@ -72,7 +73,7 @@ def welcome(connection: socket.socket, token: str, *, timeout: float) -> None:
 
 
 def greet(connection: socket.socket, token: str, *, timeout: float) -> None:
-    """Run the source's handshake. Raises LinkError if the peer is no landing of this token."""
+    """Run the source's handshake, or raise LinkError for an unknown token."""
     deadline = time.monotonic() + timeout
     if read_exactly(connection, len(MAGIC), deadline) != MAGIC:
         raise LinkError("greeting", "no landing listens there")
@@ -125,7 +126,7 @@ def send_all(connection: socket.socket, parts: Sequence[bytes | memoryview], dea
 
 
 def refuse_dead(connection: socket.socket) -> None:
-    """Raise LinkError if the peer closed the connection. For connections on which it sends nothing else."""
+    """Raise LinkError if the peer closed a connection on which it sends nothing."""
     connection.settimeout(0)
     try:
         if connection.recv(1, socket.MSG_PEEK) == b"":
@@ -141,7 +142,7 @@ def _left(deadline: float | None) -> float | None:
 
 
 class Door:
-    """Server with a thread per connection, joined by `close`. `serve` runs until it returns or raises LinkError."""
+    """Server with a thread per connection, joined by `close`."""
 
     def __init__(
         self,

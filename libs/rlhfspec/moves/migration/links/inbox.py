@@ -1,4 +1,4 @@
-"""Inbox of a landing: bytes by key in bounded memory, until a reader has taken them and is done."""
+"""Inbox of a landing: bytes by key in bounded memory until their reader is done."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ class _Landed:
 
 
 class Landing:
-    """Destination's inbox for all its links, by key; thread-safe. `offer` contains a secret: use trusted connections
-    only."""
+    """Thread-safe inbox of a destination's links; `offer` is secret, for trusted connections only."""
 
     def __init__(
         self,
@@ -57,7 +56,7 @@ class Landing:
         return len(self._landed)
 
     def buffer(self, num_bytes: int, *, timeout: float) -> memoryview:
-        """Return memory for one range. It is returned by `land` and `done`, or by `give_back`."""
+        """Return memory for one range, which `land` and `done`, or `give_back`, free."""
         if num_bytes > self.most_bytes:
             raise LinkError("range", f"has {num_bytes} bytes, more than {self.most_bytes}")
         deadline = time.monotonic() + timeout
@@ -75,7 +74,7 @@ class Landing:
             self._changed.notify_all()
 
     def land(self, key: str, view: memoryview, release: Callable[[], None] | None = None) -> None:
-        """Make a range available. `release` is called once when its memory is free (None: from `buffer`)."""
+        """Make a range available; `release` is called once to free its memory (None: from `buffer`)."""
         release = release or (lambda: self.give_back(view))
         with self._changed:
             self._forget_old()
@@ -99,7 +98,7 @@ class Landing:
         return key in self._landed
 
     def take(self, key: str, num_bytes: int, *, timeout: float) -> memoryview:
-        """Wait for these bytes. They belong to the caller until `done`."""
+        """Wait for a range and return its memory, valid until `done`."""
         deadline = time.monotonic() + timeout
         with self._changed:
             while key not in self._landed:
@@ -113,7 +112,7 @@ class Landing:
             return landed.view
 
     def done(self, key: str) -> None:
-        """Free the memory of a range. A range that has not landed yet is dropped when it lands."""
+        """Free a range's memory, or drop the range when it lands."""
         with self._changed:
             landed = self._landed.pop(key, None)
             if landed is None and self._failed.pop(key, None) is None and not self._is_closed:
@@ -122,7 +121,7 @@ class Landing:
             landed.release()
 
     def close(self) -> None:
-        """End every connection and thread. Taken ranges must no longer be in use."""
+        """End every connection and thread; taken ranges must no longer be in use."""
         with self._changed:
             self._is_closed = True
             landed, self._landed = self._landed, {}
@@ -144,7 +143,7 @@ class Landing:
             raise LinkError("landing", "is closed")
 
     def _forget_old(self) -> None:
-        """Drop ranges that were not taken. A source announces the keys of a move within seconds, or never."""
+        """Drop ranges that were not taken within KEPT_SECONDS."""
         before = time.monotonic() - KEPT_SECONDS
         old = [key for key, each in self._landed.items() if each.at < before and not each.is_taken]
         for key in old:
@@ -152,7 +151,7 @@ class Landing:
 
 
 class _Buffers:
-    """Buffers that are reused, because fresh pages cost more than the copy into them."""
+    """Reused buffers, because fresh pages cost more than copying into them."""
 
     def __init__(self, most_bytes: int) -> None:
         self.num_used = 0

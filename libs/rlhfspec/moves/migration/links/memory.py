@@ -1,4 +1,4 @@
-"""Link within one process: the range is handed over in the buffer it was packed into."""
+"""Link within one process, which hands over the packed buffer itself."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Link by NIXL over UCX: one-sided reads by RDMA, shared memory or TCP (`UCX_TLS` chooses), with a TCP connection for
-token, headers and completions. Without RDMA the source drives progress while it waits. Memory of a failed transfer is
-never reused, because bytes may still arrive."""
+"""Link by NIXL over UCX: one-sided reads by RDMA, shared memory or TCP (`UCX_TLS` chooses).
+
+A TCP connection carries token, headers and completions. Without RDMA the source drives progress while it waits. Memory
+of a failed transfer is never reused, because bytes may still arrive.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from rlhfspec.moves.migration.links.base import MOST_LANDED_BYTES, SECONDS, Land
 from rlhfspec.moves.migration.links.frames import FrameHeader, greet, read_exactly, refuse_dead, send_all
 from rlhfspec.moves.migration.links.inbox import Landing
 
-_PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")  # the first picks by torch's CUDA, and knows no other
+_PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")  # the first selects by torch's CUDA version
 _AGENT, _RANGE = 0, 1  # kind of frame, in the header's `place`
 _MOST_AGENT_BYTES = 1 << 20
 _ADDRESS = struct.Struct("!Q")
@@ -67,7 +69,7 @@ class _Agent:
         self._nixl = package.nixl_agent(f"rlhfspec-{secrets.token_hex(8)}", config)
 
     def describe(self) -> bytes:
-        """Return the metadata for the other end. Send it again after every registration."""
+        """Return the metadata to send after every registration."""
         with self._guarded():
             return bytes(self._nixl.get_agent_metadata())
 
@@ -141,7 +143,7 @@ class _Agent:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Hold the lock and turn NIXL's errors, which share no base class, into LinkError."""
+        """Hold the lock and turn NIXL's errors into LinkError."""
         with self._lock:
             if self._nixl is None:
                 raise LinkError("nixl", "is closed")

@@ -1,4 +1,4 @@
-"""Factory of landings and sendings for the kinds in `rlhfspec.job.choices.links`, and a process's open links."""
+"""Factories of landings and sendings, and a process's open links."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_landing(
     most_bytes: int = MOST_LANDED_BYTES,
     seconds: float = SECONDS,
 ) -> Landing:
-    """Open a landing that listens, and is found, at `host` and `port`. `tls` is for links between hosts.
+    """Open a landing at `host` and `port`; `tls` is for links between hosts.
 
     >>> landing = make_landing("memory")
     >>> sending = open_sending(landing.offer)
@@ -45,7 +45,7 @@ def make_landing(
 
 
 def open_sending(offer: str, *, tls: ssl.SSLContext | None = None, seconds: float = SECONDS) -> Sending:
-    """Connect by the first way of the offer that both ends support. `seconds` is the timeout of each call."""
+    """Connect by the first way of the offer that both ends support."""
     read = Offer.of(offer)
     for way in read.ways:
         link = LINKS.get(way["kind"])
@@ -80,8 +80,7 @@ class Links:
         return self._ways.setdefault(offer, SendingWay())
 
     async def room(self, way: SendingWay, offer: str, num_bytes: int) -> memoryview:
-        """Return memory to pack into. Call it with the way's lock held. Raises LinkError; then `drop` the way."""
-
+        """Return memory to pack into, with the way's lock held; after a LinkError, `drop` the way."""
         sending = way.sending
         try:
             way.is_at_once = isinstance(sending, QuickSending) and sending.is_at_once(num_bytes)
@@ -112,7 +111,7 @@ class Links:
             self._threads.submit(sending.close)
 
     def close(self) -> None:
-        """Close everything; blocks until the threads have ended."""
+        """Close all links, blocking until their threads have ended."""
         for way in self._ways.values():
             if way.sending is not None:
                 way.sending.close()

@@ -1,5 +1,7 @@
-"""Link between processes of one host by anonymous files (memfd) that are mapped on both ends. Seals forbid shrinking
-under a reader. Files are reused, since fresh pages are slow."""
+"""Link between processes of one host by anonymous files (memfd) mapped on both ends.
+
+Seals forbid shrinking under a reader. Files are reused, because fresh pages are slow.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 
 
 def this_host() -> str:
-    """Return an id of this boot and network namespace, within which local sockets are visible."""
+    """Return an id of this boot and network namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
@@ -96,7 +98,7 @@ class ShmSending:
             raise LinkError("shm", f"cannot connect to {way.get('name')}: {error}") from error
 
     def is_at_once(self, num_bytes: int) -> bool:
-        """Return whether memory is free; `send` then only writes a header, of which at most eight are queued."""
+        """Return whether memory is free, so that `send` only writes a header."""
         if select.select([self._connection], [], [], 0.0)[0]:
             heard = self._connection.recv(1024, socket.MSG_PEEK)
             if not heard or len(heard) % _PLACE.size:
@@ -157,7 +159,7 @@ class ShmSending:
             self._free.add(place)
 
     def _place_for(self, num_bytes: int) -> int | None:
-        """Return the smallest free place that fits, else a new one, replacing a free one that is too small."""
+        """Return the smallest free place that fits, else a new one."""
         fitting = [place for place in self._free if len(self._memory[place]) >= num_bytes]
         if fitting:
             return min(fitting, key=lambda place: len(self._memory[place]))
@@ -193,7 +195,7 @@ def _new(size: int) -> tuple[int, mmap.mmap]:
 
 
 def _mapped(file: int, most_bytes: int) -> mmap.mmap:
-    """Map a file whose seals forbid shrinking: reading behind the end of a file would kill the process."""
+    """Map a file whose seals forbid shrinking, which would kill its reader."""
     try:
         seals = fcntl.fcntl(file, _F_GET_SEALS)
         size = os.fstat(file).st_size

@@ -1,4 +1,4 @@
-"""Link over TCP, received directly into the memory it is read from. With credentials all traffic is mutual TLS."""
+"""Link over TCP, with mutual TLS if there are credentials."""
 
 from __future__ import annotations
 

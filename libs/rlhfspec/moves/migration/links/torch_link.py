@@ -1,5 +1,7 @@
-"""Link by gloo point-to-point sends of torch.distributed, with a TCP connection for token and headers. Store and gloo
-authenticate nothing: use trusted networks only."""
+"""Link by gloo sends of torch.distributed, with a TCP connection for token and headers.
+
+Store and gloo authenticate nothing: use trusted networks only.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ _open: weakref.WeakSet[TorchWay] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Close open links: a thread still within gloo at interpreter exit would abort the process."""
+    """Close open links, as a thread within gloo at interpreter exit would abort the process."""
     for each in tuple(_open):
         each.close()
 

@@ -1,4 +1,4 @@
-"""Deadlines, retries and concurrency of calls, the same for every kind of source."""
+"""Deadlines, retries and concurrency of reward calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_DELAY_SECONDS = 30.0
 MAX_RETRY_AFTER_SECONDS = 60.0
 Sleep = Callable[[float], Awaitable[None]]
 Told = Callable[[str, str], None]  # a source's name, and the error of its last call or ""
-During = Callable[[str], AbstractContextManager[object]]  # entered around each call, with what it does
+During = Callable[[str], AbstractContextManager[object]]  # entered around each call, with a description of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class Limits:
 
 
 class Attempts:
-    """Caller of a source that retries until it answers or the retries are used up."""
+    """Reward source with retries, a deadline and limited concurrency."""
 
     def __init__(self, name: str, source: Rewarder, limits: Limits, sleep: Sleep) -> None:
         self.name = name
@@ -52,7 +52,7 @@ class Attempts:
             attempt += 1
 
     async def _call(self, samples: Sequence[Sample], during: During) -> list[Reward] | CallFailed:
-        """Make one call; its slot is free while a failed call waits for its next attempt."""
+        """Make one call. Its slot is released between attempts."""
         timeout_seconds = self._limits.timeout_seconds
         async with self._slots:
             try:
@@ -66,7 +66,7 @@ class Attempts:
 
 
 def delay_seconds(source: str, sample_id: str, attempt: int) -> float:
-    """Return a delay that doubles with every attempt, spread by sample so that failed calls retry apart."""
+    """Return an exponential retry delay, jittered by sample."""
     drawn = hashlib.blake2b(f"{source}:{sample_id}:{attempt}".encode(), digest_size=8).digest()
     spread = int.from_bytes(drawn, "little") / 2**64  # in [0, 1)
     return min(MAX_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2.0 ** (attempt - 1) * (1 + spread / 2))

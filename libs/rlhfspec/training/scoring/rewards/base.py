@@ -1,4 +1,4 @@
-"""Interface of reward sources, and the definition of a valid reward."""
+"""Interface of reward sources, and validation of rewards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhfspec.messages.records import Sample
 
 
 class CallFailed(RLHFSpecError):
-    """Error of one call of a source; temporary ones are retried after at least `wait_seconds`."""
+    """Error of a source's call. Temporary ones are retried after `wait_seconds` or more."""
 
     def __init__(
         self, problem: str, *, temporary: bool, wait_seconds: float = 0.0, cause: BaseException | None = None
@@ -26,31 +26,32 @@ class CallFailed(RLHFSpecError):
         super().__init__(problem)
 
 
-Reward = float | CallFailed  # a failure as a value, where other samples' rewards go on
+Reward = float | CallFailed  # a failure is a value, so that other samples keep their rewards
 Around = Callable[[], AbstractContextManager[object]]  # entered around each call, in the thread that runs it
 
 
 class Rewarder(Protocol):
-    """Reward source. The caller sets deadline, retries and concurrency.
+    """Reward source, whose caller applies deadline, retries and concurrency.
 
-    A reward must depend on the sample alone, or on its prompt group when `grouped`, never on timing or batching."""
+    Rewards must depend on the sample alone, or on its prompt group if `grouped`, never on timing or batching.
+    """
 
     @property
     def grouped(self) -> bool:
-        """Return whether `rewards` takes all samples of one prompt, sorted, instead of one sample."""
+        """Return whether `rewards` takes a prompt's sorted samples instead of one sample."""
         ...
 
     async def start(self) -> None: ...
 
     async def rewards(self, samples: Sequence[Sample], around: Around = nullcontext) -> list[Reward]:
-        """Return a finite number or a failure for each sample, in order; raise CallFailed when all failed."""
+        """Return a finite number or failure per sample, in order. Raise CallFailed if all failed."""
         ...
 
     async def close(self) -> None: ...
 
 
 def number(value: Any, of: str) -> float:
-    """Return a finite float from a bool or a scalar of Python, numpy or torch; raise CallFailed otherwise."""
+    """Convert a scalar of Python, numpy or torch to a finite float, or raise CallFailed."""
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
         value = value.item()
     if not isinstance(value, numbers.Real):
@@ -82,7 +83,7 @@ def _number_or_failure(value: Any) -> Reward:
 
 
 def describe(value: object) -> str:
-    """Describe a value, short enough for a message.
+    """Describe a value briefly.
 
     >>> describe(None), describe("good"), describe([0.5] * 100)
     ('None', "'good' (str)", 'a list of length 100')
@@ -96,7 +97,7 @@ def describe(value: object) -> str:
 
 
 def columns_of(sample: Sample) -> dict[str, Any]:
-    """Return the data row's other columns as a new dictionary, so that functions cannot change each other's."""
+    """Return the sample's data columns as a new dictionary."""
     columns: dict[str, Any] = json.loads(sample.columns_json)
     return columns
 

@@ -1,6 +1,7 @@
-"""A Hugging Face sequence classifier that shares prompts (CPU) and batches (device), if a check at load passes.
+"""Hugging Face sequence classifier with cached prompts (CPU) or batches (device), if verified at load.
 
-On the CPU a prompt runs apart from its answers, so that a cached one gives the same bits."""
+On the CPU, prompts run apart from answers, so that caching changes no bits.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ _ALONE = "alone, for the model does not see that shorter ones beside it are padd
 
 
 class Classifier:
-    """Classifier that several threads may call; two that need the same new prompt at once both run it."""
+    """Thread-safe classifier. Concurrent calls may run the same new prompt twice."""
 
     def __init__(self, model: Any, *, keep_prompts: bool, name: str, most_bytes: int = KEPT_BYTES) -> None:
         self.limit: int | None = getattr(model.config, "max_position_embeddings", None)
@@ -48,11 +49,11 @@ class Classifier:
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int], num_shared: int) -> torch.Tensor:
-        """Return logits [labels]. num_shared: number of leading tokens that all answers to this prompt share."""
+        """Return logits [labels]. num_shared: leading tokens common to the prompt's answers."""
         if self._batches is not None:
             return self._batches.ask(list(token_ids))
         prompt, answer = tuple(token_ids[:num_shared]), list(token_ids[num_shared:])
-        is_read_from = any(token != self._pad for token in answer)  # the output is that of the last token but padding
+        is_read_from = any(token != self._pad for token in answer)  # read at the last token but padding
         if not self._keeps_prompts or num_shared < LEAST_TOKENS or not is_read_from:
             return self._whole(list(token_ids))
         return self._behind(prompt, answer)
@@ -75,7 +76,7 @@ class Classifier:
         return self._model(self._rows(padded), attention_mask=self._rows(mask)).logits.cpu()  # type: ignore[no-any-return]
 
     def _behind(self, prompt: tuple[int, ...], answer: list[int]) -> torch.Tensor:
-        """Run an answer behind its prompt's cache; after an error nothing is cached."""
+        """Run an answer after its cached prompt. An error clears the cache."""
         with ExitStack() as undo:
             undo.callback(self.clear)
             cache = copy.deepcopy(self._cache(prompt))  # the answer extends the cache
@@ -103,7 +104,7 @@ class Classifier:
 
     @torch.inference_mode()
     def _why_not(self, outputs: Callable[[list[list[int]]], torch.Tensor]) -> str:
-        """Try the class with a cache or mask, which it may ignore; return the problem, or ""."""
+        """Compare cached or batched outputs with plain ones, and return the problem, or ""."""
         random = torch.Generator().manual_seed(0)
         num_ids = int(self._model.get_input_embeddings().num_embeddings)
         drawn = torch.randint(num_ids, (_NUM_PROBES, _PROBE_TOKENS), generator=random).tolist()
@@ -123,9 +124,10 @@ class Classifier:
 
 
 class Batches:
-    """Batcher of sequences from several threads, in the order of their calls.
+    """Batcher of sequences from several threads, in call order.
 
-    run: sequences -> [sequences, ...], of at most `most_tokens` with the padding, or of one sequence."""
+    run: sequences -> [sequences, ...], of at most `most_tokens` with padding, or of one sequence.
+    """
 
     def __init__(self, run: Callable[[list[list[int]]], torch.Tensor], most_tokens: int = BATCH_TOKENS) -> None:
         self._run = run
@@ -134,7 +136,7 @@ class Batches:
         self._waiting: deque[_Asked] = deque()
 
     def ask(self, token_ids: list[int]) -> torch.Tensor:
-        """Return the row of this sequence. A failed batch runs again one by one, so that errors stay apart."""
+        """Return this sequence's row. Sequences of a failed batch rerun singly."""
         mine = (token_ids, Future[torch.Tensor]())
         self._waiting.append(mine)
         with self._running:  # the holder runs the other threads' sequences too

@@ -1,4 +1,4 @@
-"""Rewards from a Python function `module:function`: one sample or a prompt group at a time, plain or async."""
+"""Rewards from a Python `module:function`, plain or async, per sample or prompt group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Function = Callable[..., Any]
 
 
 class FunctionRewards:
-    """Source that calls `function` with the keyword arguments its signature asks for (docs/rewards.md)."""
+    """Source that calls `function` with its keyword arguments (docs/rewards.md)."""
 
     def __init__(self, function: Function, *, batched: bool, field: str) -> None:
         self.grouped = batched
@@ -40,9 +40,10 @@ class FunctionRewards:
         return (*texts, "finish_reason")
 
     def check_columns(self, columns: Mapping[str, str]) -> None:
-        """Raise InvalidRequest unless the sample or a column of every row gives each argument without a default.
+        """Raise InvalidRequest unless every required argument is a sample field or a column of every row.
 
-        columns: by name, the first place where it is missing, or empty."""
+        columns: by name, the first row without it, or empty.
+        """
         for name in self.wanted_columns:
             if columns.get(name):
                 problem = f"the function needs this column, and {columns[name]} of the data lacks it: fill it in, or "

@@ -1,4 +1,4 @@
-"""Rewards from an HTTP endpoint, whose contract is in docs/rewards.md."""
+"""Rewards from an HTTP endpoint (docs/rewards.md)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rlhfspec.messages.records import Sample
 from rlhfspec.training.scoring.rewards.base import Around, CallFailed, Reward, columns_of, number
 
 MAX_REPLY_BYTES = 1 << 20
-# Other client errors are permanent.
+# Client errors that are retried.
 TEMPORARY_STATUS = frozenset({408, 425, 429})
 for _name in ("httpx", "httpcore"):  # they log URLs and headers
     logging.getLogger(_name).setLevel(logging.WARNING)
 
 
 class HttpRewards:
-    """Source that sends one POST per sample; `concurrency` connections are kept open."""
+    """Source that sends one POST per sample over at most `concurrency` connections."""
 
     grouped = False
 
@@ -51,7 +51,7 @@ class HttpRewards:
             raise CallFailed(f"the connection failed: {detail}", temporary=True, cause=error) from error
 
     def _without_secrets(self, failure: CallFailed) -> CallFailed:
-        """Remove secrets from a failure's message, as the endpoint may repeat what it was sent."""
+        """Remove secrets from a failure's message, since endpoints may echo requests."""
         problem = failure.problem
         for secret in self._secrets:
             problem = problem.replace(secret, HIDDEN)
@@ -110,7 +110,7 @@ def _refused(reply: httpx.Response, content: bytes) -> CallFailed:
 
 
 def retry_after_seconds(header: str | None, now: datetime) -> float:
-    """Return the delay of a Retry-After header (seconds or a date), or 0 when absent or unreadable.
+    """Return the delay of a Retry-After header (seconds or a date), or 0 if absent or unreadable.
 
     >>> noon = datetime(2030, 1, 1, 12, tzinfo=UTC)
     >>> retry_after_seconds("3", noon), retry_after_seconds("Tue, 01 Jan 2030 12:00:10 GMT", noon)

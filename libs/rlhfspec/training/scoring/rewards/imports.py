@@ -1,4 +1,4 @@
-"""Import of `module:function`. A file beside the job wins over installed modules."""
+"""Import of `module:function`. Files beside the job precede installed modules."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from rlhfspec.job.rewards import BUILT_IN_FUNCTIONS
 from rlhfspec.training.scoring.rewards.user_code import in_daemon_thread
 
 IMPORT_SECONDS = 300.0  # reward code may import large libraries, and a busy node is ten times slower
-WARN_AFTER_SECONDS = 5.0  # then a warning names the import
-SLOW_SECONDS = 1.0  # a start that an import makes this much slower says so
+WARN_AFTER_SECONDS = 5.0  # until a pending import is logged
+SLOW_SECONDS = 1.0  # slower imports are logged
 log = logging.getLogger(__name__)
 
 
 def load_function(reference: str, base_folder: Path, *, field: str) -> Callable[..., Any]:
-    """Return the function, or raise InvalidRequest with the nearest name."""
+    """Return the function, or raise InvalidRequest with a suggestion."""
     module_name, colon, name = BUILT_IN_FUNCTIONS.get(reference, reference).partition(":")
     if not (colon and name.isidentifier() and all(part.isidentifier() for part in module_name.split("."))):
         raise InvalidRequest(field, reference, "must be module:function")
@@ -41,7 +41,7 @@ def load_function(reference: str, base_folder: Path, *, field: str) -> Callable[
 
 
 def _module(name: str, base_folder: Path, reference: str, field: str) -> ModuleType:
-    """Import user code in a thread with a deadline; everything it raises becomes InvalidRequest."""
+    """Import user code in a thread with a deadline. Its errors become InvalidRequest."""
     began = time.monotonic()
     future = in_daemon_thread(lambda: _import(name, base_folder.absolute()))
     if not wait([future], timeout=min(WARN_AFTER_SECONDS, IMPORT_SECONDS)).done:
@@ -75,7 +75,7 @@ def _import(name: str, base_folder: Path) -> ModuleType:
 
 
 def _import_file(name: str, path: Path) -> ModuleType:
-    """Import a file under a private name, so that `rewards.py` of two jobs, or an installed module, never mix."""
+    """Import a file under a private name that no other module can have."""
     fingerprint = hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:16]
     private = f"_rlhfspec_job_{fingerprint}_{name}"
     if private in sys.modules:
@@ -94,7 +94,7 @@ def _import_file(name: str, path: Path) -> ModuleType:
 
 @contextmanager
 def _found_first(folder: Path) -> Iterator[None]:
-    """Put the job file's folder first on the path, so that modules there may import each other."""
+    """Put the job's folder first on the path for imports between its modules."""
     importlib.invalidate_caches()
     sys.path.insert(0, str(folder))
     try:

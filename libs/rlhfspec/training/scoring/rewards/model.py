@@ -1,4 +1,4 @@
-"""Rewards from a Hugging Face sequence-classification model: the raw output of one label."""
+"""Rewards from one label's raw output of a Hugging Face sequence classifier."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 
 class ModelRewards:
-    """Rewards of one label. On the CPU each sequence runs alone, so that its bits do not depend on the batch.
+    """Source of one label's output. On the CPU, sequences run alone, so bits do not depend on the batch.
 
-    keep_prompts: answers to one prompt run it once, where the class can."""
+    keep_prompts: run a prompt once for its answers, if the class can.
+    """
 
     grouped = False
 
@@ -86,7 +87,7 @@ class ModelRewards:
         return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
 
     def load(self) -> tuple[Classifier, Any]:
-        """Load model and tokenizer. Raise InvalidRequest for a model that gives no rewards."""
+        """Load model and tokenizer once. Raise InvalidRequest if they cannot give rewards."""
         with self._lock:
             if self._loaded is None:
                 self._loaded = self._read()
@@ -127,6 +128,6 @@ class ModelRewards:
 
 
 def _num_alike(token_ids: Sequence[int], other: Sequence[int]) -> int:
-    """Return the number of equal leading tokens; a tokenizer may join words where prompt and answer meet."""
+    """Return the number of equal leading tokens."""
     pairs = zip(token_ids, other, strict=False)
     return next((place for place, (one, two) in enumerate(pairs) if one != two), min(len(token_ids), len(other)))

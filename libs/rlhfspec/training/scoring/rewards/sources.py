@@ -1,4 +1,4 @@
-"""All reward sources of a job behind one call: a sample in, a score out."""
+"""Reward sources of a job behind one call."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ AnySource = FunctionSource | ModelSource | HttpSource
 
 
 class RewardSources:
-    """Scorer of samples with every source of the job at once. One object may serve several workers of one event loop.
+    """Scorer that calls all sources of a job at once, for several workers of one event loop.
 
-    A failing source ends the job (`RewardError`) or gives a score with `error`, as its `onError` says; it never counts
-    as zero. keep_prompts: a model runs each prompt once for its answers."""
+    A failing source raises RewardError or gives a score with `error`, per its `onError`, and never counts as zero.
+    keep_prompts: run each prompt once for its answers.
+    """
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class RewardSources:
 
     @property
     def grouping(self) -> Literal["sample", "group"]:
-        """Return "group" where a source needs all samples of a prompt in one call of `score_many`."""
+        """Return "group" if a source needs all samples of a prompt in one `score_many` call."""
         return "group" if any(attempts.source.grouped for attempts in self._attempts) else "sample"
 
     def check_columns(self, columns: Mapping[str, str]) -> None:
@@ -79,10 +80,11 @@ class RewardSources:
         during: During = lambda what: nullcontext(),
         in_trouble: Callable[[str], None] = lambda what: None,
     ) -> list[Score]:
-        """Score all samples of one prompt, or any samples when `grouping` is "sample"; scores are in id order.
+        """Return scores, in id order, of a prompt's samples, or of any samples if `grouping` is "sample".
 
-        Samples whose generation failed get a score with the generator's error. `during`: entered around every call of a
-        source, with the (first) sample and source. `in_trouble`: called with the failing sources when they change."""
+        Failed generations get a score with their error. `during`: context of each source call.
+        `in_trouble`: callback with the failing sources when they change.
+        """
         ordered = sorted(samples, key=lambda sample: sample.sort_key)
         assert self.grouping == "sample" or len({sample.group_id for sample in ordered}) <= 1, "one group at a time"
         usable = [sample for sample in ordered if sample.finish_reason != "error"]
@@ -124,7 +126,7 @@ class RewardSources:
         return problem != before
 
     def _tell(self, sample: Sample, error: str) -> None:
-        """Log only the first dropped sample of a step: a source that is down fails for all of them."""
+        """Log only a step's first dropped sample, since a source that is down drops all."""
         if sample.step != self._told_step:
             self._told_step = sample.step
             log.warning("sample %s is left out: %s (num_dropped counts others of the step)", sample.id, error)
@@ -160,7 +162,7 @@ def _not_generated(sample: Sample) -> Score:
 
 
 def _limits(source: AnySource, device: str) -> Limits:
-    """Return the limits of a source; a model on a device batches waiting calls, so more of them may wait."""
+    """Return a source's limits, higher for a model on a device, which batches calls."""
     concurrency = source.concurrency
     if isinstance(source, ModelSource) and device != "cpu" and "concurrency" not in source.model_fields_set:
         concurrency = ON_DEVICE_CONCURRENCY
@@ -199,7 +201,7 @@ def _function(source: FunctionSource, base_folder: Path, field: str) -> Function
 
 
 def check_functions(rewards: Rewards, base_folder: Path, columns: Mapping[str, str] | None) -> None:
-    """Raise InvalidRequest unless every function can be imported, and called with these columns if given."""
+    """Raise InvalidRequest unless all functions can be imported and called with the given columns."""
     for index, source in enumerate(rewards.sources):
         if isinstance(source, FunctionSource):
             function = _function(source, base_folder, f"spec.rewards.sources[{index}]")

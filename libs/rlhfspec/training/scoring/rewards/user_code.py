@@ -1,4 +1,4 @@
-"""User code in daemon threads: a function that never returns keeps no process alive, and exceptions become values."""
+"""User code in daemon threads, which keep no process alive. Exceptions become values."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class CallResult:
 
 
 _Jobs = queue.SimpleQueue[tuple[Callable[[], object], Future[CallResult]]]
-_idle: list[_Jobs] = []  # of idle threads, the last used first
+_idle: list[_Jobs] = []  # of idle threads; the last used is taken first
 _idle_lock = threading.Lock()
 
 
 def in_daemon_thread(function: Callable[[], object]) -> Future[CallResult]:
-    """Run the function at once in a daemon thread, which no other call uses until it returns."""
+    """Run the function at once in a daemon thread of its own."""
     future: Future[CallResult] = Future()
     future.set_running_or_notify_cancel()  # the caller cannot cancel it, so the thread may set its result
     with _idle_lock:
@@ -63,7 +63,7 @@ def _next(jobs: _Jobs) -> tuple[Callable[[], object], Future[CallResult]] | None
 
 
 class LoopThread:
-    """One event loop in a daemon thread for async user code, so that clients stay usable between calls."""
+    """Event loop in a daemon thread for async user code, kept between calls."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -78,7 +78,7 @@ class LoopThread:
             raise
 
     async def _responsive_loop(self) -> asyncio.AbstractEventLoop:
-        """Return the current loop, or a new one if a call that never awaits has blocked it."""
+        """Return the current loop, or a new one if a blocking call holds it."""
         if self._loop is not None and self._gave_up and not await _answers(self._loop):
             await self.close()
         self._gave_up = False

@@ -1,10 +1,10 @@
-"""Weights from the trainer's ranks to generators by process groups of `torch.distributed` (docs/training.md).
+"""Weight transfer from trainer ranks to generators by `torch.distributed` groups (docs/training.md).
 
-    generator                                          trainer
-    Ask     ten times a second: what is the order?   --> membership and rank; result of the last order
-    Begin   receive in a thread                      <-- epoch, meeting address, header
-    bucket  into memory that is no version yet       <== bucket after bucket, each rank its share
-    Commit  keep all as a version, or nothing        <-- digests of buckets and of the whole
+    generator                              trainer
+    Ask     polls ten times a second  -->  membership and rank, result of the last order
+    Begin   receives in a thread      <--  epoch, rendezvous address, header
+    bucket  into uncommitted memory   <==  bucket by bucket, each rank its share
+    Commit  keeps the version or not  <--  digests of buckets and of the whole
 
-Orders go over the trainer's gRPC server with the run's certificates; only buckets go by the group.
+Orders use the trainer's gRPC server with the run's certificates; only buckets use the group.
 """

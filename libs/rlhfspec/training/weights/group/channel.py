@@ -1,6 +1,7 @@
-"""Process groups of one trainer rank and all receiving generators, apart from the ranks' own groups.
+"""Process groups of one trainer rank and all receiving generators.
 
-A member that misses a deadline ends the group for all."""
+A member that misses a deadline ends the group for all.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class Place:
 
 
 class Channel:
-    """Channel of successive broadcasts, each with a deadline; after a failure every call raises RuntimeError."""
+    """Channel of broadcasts with deadlines. After a failure, every call raises RuntimeError."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -50,7 +51,7 @@ class Channel:
         self._group = _group_of(place, distributed.PrefixStore(f"{place.epoch}/{place.sender}", store), patience)
 
     def broadcast(self, content: Tensor) -> Callable[[float], None]:
-        """Begin a broadcast and return a function that waits a number of seconds for its end."""
+        """Start a broadcast and return a function that waits for it, with a timeout in seconds."""
         options: Any = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, timedelta(seconds=BUCKET_SECONDS)
         return partial(self._wait, self._group.broadcast([content], options))
@@ -68,7 +69,7 @@ class Channel:
         work.wait()
 
     def close(self) -> None:
-        """Close the group; gloo's pending work and connections end in their own threads."""
+        """Abort an NCCL group. Pending work of gloo ends in its own threads."""
         if self._place.backend == "nccl":
             self._group.abort()
 
@@ -111,7 +112,7 @@ class Channels:
 
 
 class TwoBuffers:
-    """Two buffers in turn: one is under way while the other is filled or read."""
+    """Double buffer: one is in transfer while the other is filled or read."""
 
     def __init__(self, plan: Sequence[Bucket], device: str) -> None:
         self._num_bytes = max((bucket.num_bytes for bucket in plan), default=0)

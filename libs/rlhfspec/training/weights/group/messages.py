@@ -1,5 +1,4 @@
-"""Messages of weight groups. A generator asks for an order, carries it out, and reports the result when it asks
-again."""
+"""Messages of weight groups, in which generators poll for orders and report results."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ Address = Annotated[str, AfterValidator(_host_and_port)]
 
 
 class Wish(WeightsMessage):
-    """Wish for the next version by the group. `dtype`: type in which the generator keeps weights; empty: unchanged."""
+    """Request for the next version by group. `dtype`: the generator's weight type; empty: unchanged."""
 
     wants: bool
     dtype: Literal["", "bfloat16", "float32"] = ""
@@ -41,7 +40,7 @@ class GroupSaid(WeightsMessage):
 
 
 class GroupAsk(WeightsMessage):
-    """Question of a generator. `member`: address of the asking process. `said`: result of its last order."""
+    """Poll of a generator. `member`: address of its process. `said`: result of its last order."""
 
     member: Address
     wish: Wish
@@ -49,9 +48,10 @@ class GroupAsk(WeightsMessage):
 
 
 class GroupBegin(WeightsMessage):
-    """Order to receive a version. An unchanged `epoch` means that groups are kept.
+    """Order to receive a version. An unchanged `epoch` keeps the groups.
 
-    `rank`: the receiver's in the group of each trainer rank (rank 0 there). `header`: of the version, in JSON."""
+    `rank`: the receiver's in each trainer rank's group (sender: 0). `header`: of the version, in JSON.
+    """
 
     job: str = Field(max_length=253)
     role: Role
@@ -74,7 +74,7 @@ class GroupCommit(WeightsMessage):
 
 
 class GroupOrder(WeightsMessage):
-    """Answer with at most one order, which is repeated until it is answered."""
+    """Answer with at most one order, which repeats until its result arrives."""
 
     order: str = Field("", pattern="^([0-9a-f]{16})?$")
     begin: GroupBegin | None = None

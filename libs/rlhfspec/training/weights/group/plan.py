@@ -1,4 +1,4 @@
-"""Plan of the buckets of a version, from its header and the number of ranks that share the weights."""
+"""Bucket plan of a version, from its header and the number of sending ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Bucket:
 
     @property
     def begin(self) -> int | None:
-        """Return the byte in the version at which the bucket lies in one piece, or None."""
+        """Return the bucket's first byte in the version, or None if it is not contiguous."""
         first = self.pieces[0].begin
         return first if all(piece.begin - piece.at == first for piece in self.pieces) else None
 
@@ -54,7 +54,7 @@ class Bucket:
 def described(
     job: str, role: Role, version: int, state_dict: Mapping[str, Tensor], kept_as: KeptAs = lambda _: None
 ) -> WeightsHeader:
-    """Describe whole tensors, or shares of them, in a header without a digest."""
+    """Return a header, without a digest, of whole or shared tensors."""
     local = {name: local_of(tensor) for name, tensor in state_dict.items()}
     stored, same_as = described_tensors(f"{role}/{version}", local)
     tensors = [
@@ -68,7 +68,7 @@ def described(
 
 
 def buckets(header: WeightsHeader, rank: int, num_ranks: int, most: int = BUCKET_BYTES) -> list[Bucket]:
-    """Return one rank's buckets in the order of the tensors' names. Rows are divided as in FSDP2."""
+    """Return one rank's buckets in name order. Rows are divided as in FSDP2."""
     found: list[Bucket] = []
     pieces: list[BucketPiece] = []
     at = 0
@@ -90,7 +90,7 @@ def buckets(header: WeightsHeader, rank: int, num_ranks: int, most: int = BUCKET
 
 
 def share(place: TensorPlace, rank: int, num_ranks: int) -> tuple[int, int]:
-    """Return the first element of a rank's share, and the one after its last.
+    """Return the first element of a rank's share, and its end.
 
     >>> [share(TensorPlace("a", "int8", (5, 2), 0, 10), rank, 4) for rank in range(4)]
     [(0, 4), (4, 8), (8, 10), (10, 10)]
@@ -113,7 +113,7 @@ def fill(bucket: Bucket, buffer: Tensor, weights: Mapping[str, Tensor], rank: in
 
 
 def bucket_digest(content: Tensor, what: str) -> str:
-    """Return the digest of a bucket's bytes and name: xxh3_128 on a host, a sum of mixed words on a device."""
+    """Return the digest of a bucket's bytes and name: xxh3_128, or a checksum on a device."""
     if content.device.type == "cpu":
         found = xxhash.xxh3_128(what.encode())
         found.update(content.numpy().data)

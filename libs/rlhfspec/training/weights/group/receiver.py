@@ -1,4 +1,4 @@
-"""The generator's side of weight groups: asks for orders, receives, and keeps a version once its digests match."""
+"""Generator side of weight groups: polls for orders, receives versions and checks their digests."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ log = logging.getLogger(__name__)
 
 
 class GroupReceiver:
-    """Receiver of weights by group. `wish`: sent with each question if `ways` wants the group.
+    """Receiver of weights by group, while `ways` prefers it.
 
-    `address`: where others reach this process. `trainer_address`: of the trainer's gRPC server, None while unknown."""
+    `address`: this process's. `trainer_address`: the trainer's gRPC address, None while unknown.
+    """
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class GroupReceiver:
             return self._taken[1].tensors()
 
     def close(self) -> None:
-        """Leave the group and tell the trainer, so that it does not wait for this process."""
+        """Leave the group and notify the trainer, so that it does not wait."""
         self._closed.set()
         self._asking.join(_CALL_SECONDS)
         self._channels.close()
@@ -95,7 +96,7 @@ class GroupReceiver:
         self._forget_trainer()
 
     def _ask(self, said: GroupSaid | None) -> GroupOrder | None:
-        """Ask for an order; None means no answer, so `said` must be sent again."""
+        """Poll for an order. Return None without an answer, so that `said` is sent again."""
         address = self._trainer_address()
         if address is None:
             return None
@@ -163,7 +164,7 @@ class _Arriving:
         self._digests = [self._started(sender) for sender in range(begin.num_senders)]
 
     def compared(self, digests: list[list[str]]) -> str:
-        """Compare all buckets with the senders' digests; return the problem, or ""."""
+        """Compare received buckets with the senders' digests. Return the problem, or ""."""
         deadline = time.monotonic() + COMMIT_SECONDS
         if len(digests) != len(self._digests):
             return f"{len(digests)} ranks sent, not {len(self._digests)}"

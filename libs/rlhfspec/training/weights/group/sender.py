@@ -1,4 +1,4 @@
-"""The trainer's side of weight groups: tracks the members, and sends versions before they are announced."""
+"""Trainer side of weight groups: tracks members and sends versions before they are announced."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from rlhfspec.training.weights.group.receiver import COMMIT_SECONDS
 from rlhfspec.training.weights.group.shares import Shares, Told
 from rlhfspec.training.weights.grpc_messages import parse
 
-_SILENT_SECONDS = 3.0  # a generator that asks nothing for so long is out
+_SILENT_SECONDS = 3.0  # without a poll, until a generator is dropped
 _CALL_SECONDS = 5.0
 SLOWEST = 100e6  # bytes a second; a slower group is closed
 MOST_RESTING = 64  # versions
@@ -51,7 +51,7 @@ def _sending_seconds(num_bytes: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendingRanks:
-    """Sending by a trainer's ranks. `send`: by all ranks; None: this process only. `kept_as`: by a receiver's dtype."""
+    """Sending ranks. `send`: None if this process sends alone. `kept_as`: types by a receiver's dtype."""
 
     num_senders: int = 1
     send: Callable[[Told], list[list[str]]] | None = None
@@ -68,7 +68,7 @@ class _Member:
 
 
 class GroupSender:
-    """Sender of versions to members. `host`: this process's address. `askers`: allowed roles; None: all."""
+    """Sender of versions to members. `host`: own address. `askers`: allowed roles, None for all."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class GroupSender:
     def begin(
         self, role: Role, version: int, weights: Mapping[str, Tensor], ranks: SendingRanks = ONE_RANK
     ) -> VersionUnderWay | None:
-        """Start sending in a thread; return None if nobody wants it. Tensors must not change until `end`."""
+        """Start sending in a thread, or return None if the group is unused. Tensors must not change until `end`."""
         with self._lock:
             members = dict(self._still_in())
         if not members or len(members) >= MAX_MEMBERS:
@@ -144,7 +144,7 @@ class GroupSender:
         return VersionUnderWay(self, told, send, sorted(members))
 
     def tell_all(self, orders: Mapping[str, GroupOrder], seconds: float) -> None:
-        """Send orders and wait; raise RuntimeError with the first member that fails or does not answer."""
+        """Send orders and wait for results. Raise RuntimeError if a member fails or times out."""
         with self._lock:
             self._orders, self._said = dict(orders), {}
             self._lock.wait_for(lambda: not self._orders, seconds)
@@ -158,7 +158,7 @@ class GroupSender:
         self._num_failures = 0
 
     def failed(self) -> None:
-        """Reset the membership after a failure; repeated failures pause the group for more versions."""
+        """Reset membership after a failure. Repeated failures pause the group longer."""
         self._shares.close()
         with self._lock:
             self._epoch, self._members = "", {}
@@ -195,7 +195,7 @@ class GroupSender:
         self._lock.notify_all()
 
     def _still_in(self) -> dict[str, _Member]:
-        """Return the members that asked lately; the caller must hold the lock."""
+        """Return members that polled recently. The caller must hold the lock."""
         since = time.monotonic() - _SILENT_SECONDS
         self._members = {address: member for address, member in self._members.items() if member.asked > since}
         if len(self._members) != self._num_told:
@@ -205,7 +205,7 @@ class GroupSender:
 
 
 class VersionUnderWay:
-    """One version on its way. Call `end` once its digest is known, or `give_up_unless_ended`."""
+    """Transfer of one version. Call `end` once its digest is known, or `give_up_unless_ended`."""
 
     def __init__(
         self, sender: GroupSender, told: Told, send: Callable[[Told], list[list[str]]], members: list[str]
@@ -222,7 +222,7 @@ class VersionUnderWay:
         self._thread.start()
 
     def end(self, digest: str) -> str:
-        """Commit on all members; return the problem, or ""."""
+        """Commit on all members and return the problem, or ""."""
         self._thread.join()
         self._has_ended = True
         if not self._problem:

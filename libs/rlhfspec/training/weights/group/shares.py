@@ -1,4 +1,4 @@
-"""Sending of one trainer rank's share of a version, independently of the other ranks."""
+"""Sending of one trainer rank's share of a version."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlhfspec.training.weights.packed import WeightsHeader
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """Facts that every rank needs; `place` is that of rank 0."""
+    """Transfer parameters for every rank. `place` is rank 0's."""
 
     place: Place
     header: WeightsHeader
@@ -34,15 +34,16 @@ class Told:
 
 
 class Shares:
-    """Sender of shares that keeps its channel as long as the epoch is the same."""
+    """Sender of a rank's shares that reuses its channel within an epoch."""
 
     def __init__(self) -> None:
         self._channels = Channels()
 
     def send(self, told: Told, weights: Mapping[str, Tensor], rank: int = 0, **own: str) -> list[str]:
-        """Send this rank's share and return the digests of its buckets. `own`: this rank's host and device.
+        """Send this rank's share and return its bucket digests. `own`: this rank's host and device.
 
-        Raise RuntimeError, and close the group, if a receiver does not take part in time."""
+        If a receiver times out, close the group and raise RuntimeError.
+        """
         place = replace(told.place, sender=rank, **own)  # type: ignore[arg-type]
         self._channels.keep_only(place.epoch)
         try:

@@ -1,4 +1,4 @@
-"""Choice of a receiver between group and store: the faster of its last measurements."""
+"""A receiver's choice between group and store, by recently measured speed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from statistics import median
 from typing import Literal
 
 Way = Literal["group", "store"]
-TRIALS = 2  # of the group before it is judged, as the first includes the meeting
+TRIALS = 2  # of the group before it is judged; the first includes forming it
 AGAIN = 64  # versions by the store after which the group is tried again
 _KEPT = 3  # of each way; their median counts
 log = logging.getLogger(__name__)
 
 
 class Ways:
-    """Record of both ways' speed. Only `transfer` auto measures. `told`: called after each version. Thread-safe."""
+    """Thread-safe record of transfer times, which decide for `transfer` auto. `told`: called after each version."""
 
     def __init__(
         self, transfer: Literal["auto", "group", "store"], told: Callable[[str, float], None] = lambda *_: None

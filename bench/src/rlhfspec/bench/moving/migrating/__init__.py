@@ -1,1 +1,1 @@
-"""`rlhfspec bench migrate`: what a move costs."""
+"""`rlhfspec bench migrate`: the cost of moves."""

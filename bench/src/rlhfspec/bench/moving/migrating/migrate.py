@@ -1,8 +1,7 @@
-"""Moves of one sequence back and forth between two generators, each on a core of its own and decoding eight others.
+"""Benchmark of moves of one sequence between two generators, each on its own core and decoding eight others.
 
-Every link has a pair of processes; they take turns, stage by stage, and sleep in between. In a stage a sequence is
-prefilled and then moved, there and back again, a few tokens further on each time; once in each its memory is taken
-from it instead, so that its KV is computed again beside the same others.
+Each link has two processes, asleep between its turns. A stage prefills a sequence, then moves it there and back, a
+few tokens further each time. Once per stage its KV is computed again instead, beside the same others.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ _DECODING = {"plain": "off", "drafts": "adaptive"}
 NUM_OTHERS = 8  # on each generator
 LARGE_KV_TOKENS = 1024  # 67 MB
 _MAX_CONTEXT, MIN_CONTEXT = 2048, 1536
-_BEFORE, _BEHIND = 48, 400  # tokens that it is short of its size when it begins, and those it may grow beyond it
+_BEFORE, _BEHIND = 48, 400  # tokens below its size at the start, and room to grow beyond it
 _LEAST_GROWTH = 200
-_ROOM_TOKENS = 12_000  # of KV: the moved one and the others, with drafts' trees
+_ROOM_TOKENS = 12_000  # of KV: the moved sequence and the others, with draft trees
 _LINK_SIZES = (4 << 20,)
 
 Report = Callable[[str], None]
@@ -42,17 +41,14 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrateSettings:
-    """Say what is moved. repeats: moves of each cell. moves_per_stage: of one sequence, between two prefills. large_kv:
-    folder of a model with 65 KB of KV a token; it runs plainly, at 1,024 tokens."""
-
     model: str
     draft: str | None
-    large_kv: str | None = None
+    large_kv: str | None = None  # folder of a model with 65 KB of KV per token
     links: tuple[str, ...] = ("shm", "tcp", "nixl", "torch")
     tokens: tuple[int, ...] = (512, 1024, 2000)
     decoding: tuple[str, ...] = tuple(_DECODING)
-    repeats: int = 20
-    moves_per_stage: int = 4
+    repeats: int = 20  # moves per cell
+    moves_per_stage: int = 4  # of one sequence, between two prefills
     link_rounds: int = 5
     dtype: str = "bfloat16"
 
@@ -70,13 +66,12 @@ class MigrateSettings:
 
     @property
     def max_context(self) -> int:
-        """Return the context of the engines: the moved sequence goes on to there."""
+        """Return the engines' context, up to which the moved sequence goes on."""
         largest = max(*self.tokens, LARGE_KV_TOKENS if self.large_kv else 0)
         return min(max(largest + _BEHIND, MIN_CONTEXT), _MAX_CONTEXT)
 
     @property
     def num_stages(self) -> int:
-        """Return the stages of each cell."""
         return -(-self.repeats // self.moves_per_stage)
 
 
@@ -144,7 +139,7 @@ class MigrateBenchmark:
         settings = self._settings
         tokens = settings.tokens if model == _WIDE else (LARGE_KV_TOKENS,)
         decoding = settings.decoding if model == _WIDE else ("plain",)
-        for number in range(2 * settings.num_stages):  # twice as many as are needed, should moves not come about
+        for number in range(2 * settings.num_stages):  # twice as many as needed, in case moves fail
             start = number % len(kinds) if kinds else 0
             for mode in decoding:
                 for size in tokens:
@@ -188,7 +183,7 @@ class MigrateBenchmark:
             here = 1 - here
         pair.ask_all("cancel", "cancelled", ids=[moved, *others[0], *others[1]])
         pair.ask_all("end", "ended")
-        time.sleep(0.05)  # tombstones and late answers of the last move
+        time.sleep(0.05)  # for tombstones and late answers of the last move
 
     def _begin(self, pair: Pair, name: str, decoding: str, tokens: int, moved: str, others: list[list[str]]) -> None:
         size = min(tokens - _BEFORE, _MAX_CONTEXT - _LEAST_GROWTH)

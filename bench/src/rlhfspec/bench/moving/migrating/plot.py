@@ -1,4 +1,4 @@
-"""The picture of `rlhfspec bench migrate`: gaps and pauses of moves by length, beside computing the KV again."""
+"""Plot of `rlhfspec bench migrate`: gaps, pauses and CPU of moves by length, beside computing the KV again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COLORS = {"shm": "#30638e", "tcp": "#d1495b", "nixl": "#edae49", "torch": "#8d9
 
 
 def plot(results: MigrateResults, path: Path) -> None:
-    """Draw a panel for each model and way of decoding: gaps above, pauses and CPU below."""
+    """Draw a column per model and decoding: gaps above, pauses and CPU below."""
     kinds = list(dict.fromkeys((cell.model, cell.decoding) for cell in results.cells))
     with drawn(path, figsize=(4.4 * len(kinds) + 1, 9)) as figure:
         axes = figure.subplots(3, len(kinds), squeeze=False)
@@ -50,7 +50,6 @@ def plot(results: MigrateResults, path: Path) -> None:
 
 
 def _dots(axis: Any, xs: list[float], cells: list[Cell], name: str, link: str) -> None:
-    """Draw every move, and the median as a line."""
     for x, cell in zip(xs, cells, strict=True):
         values = [1000 * getattr(move, name) for move in cell.moves]
         axis.scatter([x] * len(values), values, s=8, color=_COLORS[link], alpha=0.45, linewidths=0)

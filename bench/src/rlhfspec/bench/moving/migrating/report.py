@@ -1,4 +1,4 @@
-"""The tables of `rlhfspec bench migrate`: what moves cost in every cell, the links alone, and the bars."""
+"""Tables of `rlhfspec bench migrate`: moves by cell, links alone, and bars."""
 
 from __future__ import annotations
 

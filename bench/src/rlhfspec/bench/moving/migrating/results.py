@@ -1,4 +1,4 @@
-"""What `rlhfspec bench migrate` found: medians of every cell, and the bars."""
+"""Results of `rlhfspec bench migrate`: cells and their medians."""
 
 from __future__ import annotations
 
@@ -12,32 +12,29 @@ from rlhfspec.bench.links import LinkCost
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """Hold one move. Seconds: pause, from the source's letting go to its being there; gap, from the last token here to
-    the first there; of the whole move; CPU of both ends beyond what they take without, and what of it was in the
-    engines' threads; the longest that an engine was held between two steps; and a step of the destination."""
+    """Measurements of one move, in seconds."""
 
-    pause: float
-    gap: float
-    seconds: float
+    pause: float  # from the source's release until it is at the destination
+    gap: float  # from the last token at the source to the first at the destination
+    seconds: float  # of the whole move
     num_bytes: int
-    cpu: float
-    engine_cpu: float
-    held: float
-    step: float
+    cpu: float  # of both ends, beyond what they take without it
+    engine_cpu: float  # the part of it in the engines' threads
+    held: float  # longest that an engine was held between two steps
+    step: float  # of the destination
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """Hold the moves of one cell. prefill_gaps: of the same sequence when its KV is computed again, beside the same
-    others."""
+    """Moves of one model, decoding, link and length."""
 
     model: str
     decoding: str
     link: str
     num_tokens: int
     moves: tuple[Moment, ...]
-    prefill_gaps: tuple[float, ...]
-    kept: tuple[str, ...] = ()  # why moves did not come about
+    prefill_gaps: tuple[float, ...]  # when its KV is computed again, beside the same others
+    kept: tuple[str, ...] = ()  # why moves failed
 
     def median(self, name: str) -> float:
         return float(statistics.median(getattr(move, name) for move in self.moves))
@@ -56,8 +53,7 @@ class Cell:
 
     @property
     def break_even_tokens(self) -> float:
-        """Return from how many tokens on a move's gap is the shorter one, if prefill takes equally long for each
-        token."""
+        """Return the length from which a move's gap is the shorter one, if prefill is linear."""
         step = self.median("step")
         prefill_token = max(self.prefill_gap - step, 1e-9) / self.num_tokens
         return max(self.median("gap") - step, 0.0) / prefill_token

@@ -1,4 +1,4 @@
-"""One sequence on two generators, watched: when its tokens came, what its moves took."""
+"""Observation of one sequence on two generators: when its tokens came, and what moves took."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhfspec.messages.records import Move, Moved
 
 _LOOK_SECONDS = 0.01  # between two looks
 _PATIENCE_SECONDS = 60.0
-_IDLE_SECONDS = 0.05  # beyond, nothing happens that a longer look would tell
+_IDLE_SECONDS = 0.05  # longest measurement of idle CPU
 
 
 class Seen(NamedTuple):
@@ -37,13 +37,13 @@ class Watch:
         self._has_ended = False
 
     def wait_for_tokens(self, number: int, count: int) -> bool:
-        """Wait until so many more steps gave it tokens there; return False if it ended before."""
+        """Wait for tokens of `count` more steps; return False if the sequence ended first."""
         self._look(number)
         self._seen[number].clear()
         return self._wait(number, lambda: len({seen.num_tokens for seen in self._seen[number]}) > count)
 
     def move(self, move: Move) -> tuple[Moment | None, str]:
-        """Return what it took, or why it did not come about."""
+        """Move the sequence and return the measurements, or None and the reason."""
         source, destination = move.source, move.destination
         for number in range(NUM_GENERATORS):
             self._look(number)
@@ -69,8 +69,7 @@ class Watch:
         ), ""  # fmt: skip
 
     def prefill_gap(self, number: int) -> float | None:
-        """Take its memory from it; return the seconds from its last token to the first after its KV was computed again,
-        or None if it ended before."""
+        """Compute the KV again and return the seconds between tokens, or None if the sequence ended first."""
         self._look(number)
         self._seen[number] = self._seen[number][-1:]
         at = self._pair.ask(number, "preempt", "preempted", id=self._name)["at"]
@@ -83,7 +82,7 @@ class Watch:
         return after()[0].at - before.at if self._wait(number, lambda: bool(after())) else None
 
     def _wait(self, number: int, is_so: Callable[[], bool]) -> bool:
-        """Look there until it is so; return False if the sequence ended before."""
+        """Look until the condition holds; return False if the sequence ended first."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while time.monotonic() < deadline:
             self._look(number)
@@ -99,15 +98,14 @@ class Watch:
         self._has_ended |= answer["has_ended"]
 
     def _idle_cpu(self, seconds: float) -> float:
-        """Return what both take beside their engines in such a while when nothing moves, and asking for it."""
+        """Return the CPU that both use in so many seconds without moves."""
         before = self._cpu()
         time.sleep(seconds)
         after = self._cpu()
         return after.calls + after.others - before.calls - before.others
 
     def _cpu(self) -> _Cpu:
-        """Return, of both, CPU for calls into the engines, CPU of all other threads, and the longest that one was
-        held."""
+        """Return CPU of engine calls and of other threads, over both, and the longest hold of an engine."""
         told = [self._pair.ask(number, "cpu", "cpu") for number in range(NUM_GENERATORS)]
         calls, others = (sum(one[name] for one in told) for name in ("calls", "others"))
         return _Cpu(calls, others, max(one["longest_held"] for one in told))

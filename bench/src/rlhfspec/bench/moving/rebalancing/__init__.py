@@ -1,1 +1,1 @@
-"""`rlhfspec bench rebalance`: what moves gain."""
+"""`rlhfspec bench rebalance`: the gain from moves."""

@@ -1,4 +1,4 @@
-"""Which sequences go to which generator, and when: what a stage is compared under.
+"""Arms of a stage: which sequences go to which generator, and when.
 
 Example:
     >>> pulled = Pulled(8, at_once=3)
@@ -20,16 +20,16 @@ PULLED_AT_ONCE = 16
 
 class Arm(Protocol):
     def first(self) -> list[list[int]]:
-        """Return, of each generator, what it begins with."""
+        """Return the sequences that each generator begins with."""
         ...
 
     def more(self, number: int, num_finished: int) -> list[int]:
-        """Return what a generator gets when so many of its sequences have ended."""
+        """Return the sequences that a generator gets after `num_finished` have ended."""
         ...
 
 
 class Placed:
-    """Give everything at once, to where it was dealt."""
+    """Arm that sends every sequence at once to its placement."""
 
     def __init__(self, placement: tuple[int, ...]) -> None:
         self._placement = placement
@@ -42,7 +42,7 @@ class Placed:
 
 
 class Pulled:
-    """Let each hold so many at once and take the next as one ends."""
+    """Arm in which each generator holds `at_once` sequences and pulls another as one ends."""
 
     def __init__(self, count: int, at_once: int = PULLED_AT_ONCE) -> None:
         self._waiting = deque(range(count))

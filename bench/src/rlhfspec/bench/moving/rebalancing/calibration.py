@@ -1,7 +1,7 @@
-"""The curve of a generator, its neighbour asleep and while it runs likewise, and what a prompt token costs.
+"""Measurement of a generator's curve, with its neighbour idle and busy, and of prefill.
 
-B sequences are decoded, for every B; only steps in which all of them were running and no prompt was read count, and of
-two generators only those before the first of them is done.
+Every number B of sequences is decoded. Steps count only while all of them run and no prompt is read, and on two
+generators only until the first is done.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from rlhfspec.bench.moving.rebalancing.workloads import LONGEST_PROMPT, LONGEST_
 from rlhfspec.tiny.corpus import prompts
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
-_TOKENS, _SHORTEST, _LONGEST = 2048, 40, 512  # of all sequences of a size together; of one
+_TOKENS, _SHORTEST, _LONGEST = 2048, 40, 512  # of all sequences of a size; least and most of one
 _BOTH, _ONE = tuple(range(NUM_GENERATORS)), (0,)
 
 
 class EngineStepTold(NamedTuple):
-    """Hold a step as a generator tells of it; `at`: its end, on the monotonic clock."""
+    """Step reported by a generator; `at` is its end on the monotonic clock."""
 
     at: float
     num_decoding: int
@@ -40,7 +40,7 @@ def calibrate(
     alone: dict[int, float] = {}
     busy: dict[int, float] = {}
     prefill: list[EngineStepTold] = []
-    for size in (sizes[0], *sizes):  # the first once more: it warms up
+    for size in (sizes[0], *sizes):  # the first size runs twice, to warm up
         length = min(max(_TOKENS // size, _SHORTEST), _LONGEST, limit)
         for seconds, numbers in ((busy, _BOTH), (alone, _ONE)):
             report(f"measuring the curve, {speculation}: {size} sequences on {len(numbers)}")
@@ -57,7 +57,7 @@ def calibrate(
 
 
 def token_seconds(generators: Iterable[list[EngineStepTold]], size: int) -> float:
-    """Return the seconds of a token of each of `size` sequences, over the generators' steps while all of them ran.
+    """Return the seconds per token of each of `size` sequences, over steps in which all ran.
 
     >>> steps = [EngineStepTold(at, 4, 0, 8, 0.1) for at in (0.1, 0.2, 0.3)]  # two tokens of each of four a step
     >>> round(token_seconds([steps, steps], 4), 3)

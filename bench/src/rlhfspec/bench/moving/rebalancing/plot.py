@@ -1,4 +1,4 @@
-"""The picture of `rlhfspec bench rebalance`: how full both generators were, arm by arm, and all stage times."""
+"""Plot of `rlhfspec bench rebalance`: running sequences by arm, and all stage times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HALVES = ("#d1495b", "#30638e")
 
 
 def plot(results: RebalanceResults, path: Path) -> None:
-    """Draw one row of panels for each kind of stage: its first seed in time, then the seconds of all seeds."""
+    """Draw a row per kind of stage: its first seed in time, then the seconds of all seeds."""
     kinds: dict[tuple[str, str], list[StageResult]] = {}
     for stage in results.stages:
         kinds.setdefault((stage.decoding, stage.workload), []).append(stage)
@@ -38,7 +38,6 @@ def plot(results: RebalanceResults, path: Path) -> None:
 
 
 def middle(runs: tuple[StageRun, ...]) -> StageRun:
-    """Return the run of median length."""
     return sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
 
 
@@ -58,7 +57,7 @@ def _activity(axis: Any, run: StageRun, latest: float) -> None:
 
 
 def _seconds(axis: Any, stages: list[StageResult], arms: list[str]) -> None:
-    """Draw every repetition as a dot, medians as lines; a column for each seed."""
+    """Draw repetitions as dots and medians as lines, a column per seed."""
     for column, stage in enumerate(stages):
         for place, arm in enumerate(arms):
             x = column + (place - (len(arms) - 1) / 2) * 0.18

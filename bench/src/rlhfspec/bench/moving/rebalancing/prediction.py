@@ -1,7 +1,6 @@
-"""What the simulator says of a stage, by the curves that were measured before it: seconds of every arm, the placement
-of one that knows all lengths, and ideal sharing.
+"""Simulated predictions of a stage by measured curves: seconds by arm, clairvoyant placement, ideal sharing.
 
-Example: a curve of 10 ms a token whatever the batch; the longest sequence decides alone.
+Example: with 10 ms per token at any batch, only the longest sequence matters.
     >>> from rlhfspec.bench.moving.rebalancing.workloads import StageWorkload
     >>> flat = MeasuredCurve(sizes=(1, 64), alone=(0.01, 0.01), busy=(0.01, 0.01), prefill_seconds=0.0)
     >>> stage = StageWorkload.of("skew", seed=1)
@@ -33,13 +32,12 @@ ROWS = 64  # of a generator: all sequences of a stage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCurve:
-    """Hold seconds of a token of each of sizes[i] sequences, the neighbour asleep or running likewise. prefill_seconds:
-    of one prompt token."""
+    """Seconds per token of each of sizes[i] sequences, with the neighbour idle or busy."""
 
     sizes: tuple[int, ...]
     alone: tuple[float, ...]
     busy: tuple[float, ...]
-    prefill_seconds: float
+    prefill_seconds: float  # per prompt token
 
     @property
     def steps(self) -> StepCurve:
@@ -47,19 +45,19 @@ class MeasuredCurve:
 
     @property
     def law(self) -> tuple[float, float]:
-        """Return t0 and c of `t0 + c * B`, nearest to what was measured while the neighbour ran."""
+        """Return t0 and c of `t0 + c * B`, fitted with the neighbour busy."""
         return self.steps.fitted(max(self.sizes), busy_share=1.0)
 
 
 def clairvoyant(stage: StageWorkload, curve: MeasuredCurve) -> tuple[int, ...]:
-    """Return where each sequence begins, placed by one that knows all lengths, prefill included."""
+    """Return each sequence's generator, placed with all lengths known."""
     return tuple(assign(_scenario(curve), workload_of(stage), engines_used=NUM_GENERATORS).tolist())
 
 
 def predict(
     stage: StageWorkload, curve: MeasuredCurve, best: Sequence[int], earlier: Sequence[int]
 ) -> dict[str, float]:
-    """Return seconds by arm. `earlier`: lengths that ours has learnt from."""
+    """Return seconds by arm; `ours` has learnt from the `earlier` lengths."""
     work, dealt = workload_of(stage), _scenario(curve)
     ours = policy_named("ours", work, history=np.asarray(earlier, np.int64))
     return {

@@ -1,7 +1,7 @@
-"""A stage of generation on two generators of unequal work: dealt, pulled, dealt and moved, or dealt by a clairvoyant.
+"""Benchmark of a stage on two unequally loaded generators: dealt, pulled, rebalanced, or dealt with known lengths.
 
-Two processes, one thread of the engine and one core each. Arms take turns within every repetition, so that noise hits
-all alike; ratios are taken within a repetition. Every arm must give the same tokens and log-probs, bit for bit.
+Each generator has one process, engine thread and core. Arms take turns within every repetition, and ratios are taken
+within one. Every arm must give the same tokens and log-probs, bit for bit.
 """
 
 from __future__ import annotations
@@ -40,13 +40,11 @@ Report = Callable[[str], None]
 
 
 class DifferentTokens(RuntimeError):
-    """Say that two arms of one stage generated different tokens or log-probs: the law is broken."""
+    """Raised when two arms of a stage differ in tokens or log-probs, which breaks the law."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RebalanceSettings:
-    """Say what is run. repeats: of every stage and arm. scale: shorter responses, for a quick look."""
-
     model: str
     draft: str | None
     workloads: tuple[str, ...] = WORKLOADS
@@ -54,8 +52,8 @@ class RebalanceSettings:
     arms: tuple[str, ...] = ARMS
     sizes: tuple[int, ...] = SIZES
     seeds: int = 5
-    repeats: int = 5
-    scale: float = 1.0
+    repeats: int = 5  # of every stage and arm
+    scale: float = 1.0  # below 1 for shorter responses
     dtype: str = "bfloat16"
     link: str = "auto"
 
@@ -70,12 +68,12 @@ class RebalanceSettings:
 
     @property
     def limit(self) -> int:
-        """Return the most tokens of a response, which is all that engines and rebalancer know."""
+        """Return the most tokens of a response, all that engines and rebalancer know."""
         return max(round(LONGEST_RESPONSE * self.scale), SHORTEST)
 
 
 class RebalanceBenchmark:
-    """Run all arms. `make_rebalancer`: anew for every stage."""
+    """Benchmark of all arms; `make_rebalancer` is called for every run of `ours`."""
 
     def __init__(
         self,
@@ -136,7 +134,7 @@ class RebalanceBenchmark:
         )
 
     def _turns(self) -> Iterator[str]:
-        """Yield the arms; every repetition begins with another one."""
+        """Yield the arms of all repetitions, rotated each time."""
         arms = self._settings.arms
         for repetition in range(self._settings.repeats):
             start = repetition % len(arms)
@@ -172,7 +170,7 @@ class RebalanceBenchmark:
 
 @dataclass(slots=True)
 class _Course:
-    """Run one stage, from the first prompt to the last token and the last answer to a move."""
+    """Run of one stage, up to the last token and the last answer to a move."""
 
     pair: Pair
     stage: StageWorkload
@@ -210,7 +208,7 @@ class _Course:
                 self.rebalancer.finished(self.ids[index], self.stage.prompts[index], self.stage.lengths[index])
 
     def _plan(self, rebalancer: RunsRebalancer) -> None:
-        """Plan after any news, but not too often."""
+        """Plan moves, at most once per PLAN_SECONDS."""
         now = time.monotonic()
         if now - self.planned_at < PLAN_SECONDS:
             return
@@ -231,7 +229,7 @@ class _Course:
 
 
 def tupled(record: dict[str, Any]) -> dict[str, Any]:
-    """Return lists of JSON as records have them.
+    """Return a JSON record with tuples for lists.
 
     >>> tupled({"id": "a", "sample_ids": ["b"]})
     {'id': 'a', 'sample_ids': ('b',)}
@@ -240,7 +238,7 @@ def tupled(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def activity(steps: list[EngineStepTold], began: float) -> tuple[tuple[float, int], ...]:
-    """Return when how many began to run: only changes."""
+    """Return (second, running sequences) at each change."""
     changes: list[tuple[float, int]] = []
     for step in steps:
         if not changes or changes[-1][1] != step.num_decoding:

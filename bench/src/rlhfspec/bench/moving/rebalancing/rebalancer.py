@@ -1,4 +1,4 @@
-"""The rebalancer of a run, for one stage of `rlhfspec bench rebalance`."""
+"""Rebalancer of a run, for one stage of `rlhfspec bench rebalance`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from rlhfspec.rebalancer.knowledge import FleetKnowledge
 
 
 class RunsRebalancer:
-    """Know what it would in the middle of a job: how long responses of earlier steps were, of other prompts.
-
-    `now`: of the monotonic clock. `limit`: the most tokens of a response. `earlier`: lengths.
-    """
+    """Rebalancer in the middle of a job, which has learnt from `earlier` lengths. Times are monotonic."""
 
     def __init__(self, now: float, limit: int, earlier: Sequence[int]) -> None:
-        began = now - STANDARD.rest_seconds  # in a run it has been there for long
+        began = now - STANDARD.rest_seconds  # as after a long time in a run
         self._knowledge = FleetKnowledge(
             "bench", max_tokens=limit, began_at=began, draw=lambda number: f"move-{number}"
         )

@@ -1,4 +1,4 @@
-"""The tables of `rlhfspec bench rebalance`: curves, stage times by arm, ratios and bars."""
+"""Tables of `rlhfspec bench rebalance`: curves, stage times, ratios and bars."""
 
 from __future__ import annotations
 

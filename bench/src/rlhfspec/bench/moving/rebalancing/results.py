@@ -1,4 +1,4 @@
-"""What `rlhfspec bench rebalance` found: ratios with their intervals, how much of the gap was closed, and the bars."""
+"""Results of `rlhfspec bench rebalance`: stages, and ratios with their intervals."""
 
 from __future__ import annotations
 
@@ -20,30 +20,24 @@ _NUM_RESAMPLES = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRun:
-    """Hold one arm, once. ends: of each generator, seconds since the start. active: of each, (second, running) in time.
-    moves: (second, from, to) of each that was carried out. kept: why others were not."""
-
     arm: str
     seconds: float
-    ends: tuple[float, ...]
-    active: tuple[tuple[tuple[float, int], ...], ...] = ()
-    moves: tuple[tuple[float, int, int], ...] = ()
-    kept: tuple[str, ...] = ()
+    ends: tuple[float, ...]  # by generator, seconds since the start
+    active: tuple[tuple[tuple[float, int], ...], ...] = ()  # by generator: (second, running)
+    moves: tuple[tuple[float, int, int], ...] = ()  # carried out: (second, from, to)
+    kept: tuple[str, ...] = ()  # why others were not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageResult:
-    """Hold all arms of one stage, repetition after repetition. predicted: seconds by the measured curve, of arms and of
-    ideal sharing. digest: of tokens and log-probs, the same in every run."""
-
     workload: str
     decoding: str
     seed: int
     num_tokens: int
     imbalance: float
-    predicted: dict[str, float]
+    predicted: dict[str, float]  # seconds by the measured curve, of arms and ideal sharing
     runs: dict[str, tuple[StageRun, ...]]
-    digest: str
+    digest: str  # of tokens and log-probs, the same in every run
 
     def seconds(self, arm: str) -> list[float]:
         return [run.seconds for run in self.runs.get(arm, ())]
@@ -54,7 +48,7 @@ class StageResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Hold all seeds of a workload under one way of decoding. A ratio that needs an arm that did not run is None."""
+    """All seeds of a workload and decoding. A ratio is None if it needs an arm that did not run."""
 
     workload: str
     decoding: str
@@ -88,7 +82,7 @@ class Row:
 
     @property
     def should_gain(self) -> bool:
-        """Return whether it is work-bound and unequal: where moves must pay. Everywhere else they must do no harm."""
+        """Return whether moves must pay: the stage is work-bound and unequal."""
         return self.decoding == "adaptive" and self.workload in (SKEW, GROUPS)
 
 
@@ -109,8 +103,7 @@ class RebalanceResults(BenchResults):
 
 
 def share_closed(times: dict[str, list[float]]) -> Ratio:
-    """Return, of all seconds that a clairvoyant would have saved, the share that moves saved; resampling the
-    repetitions."""
+    """Return the share of the clairvoyant's savings that moves reached, resampling the repetitions."""
     pairs = list(zip(times[DEALT], times[OURS], times[CLAIRVOYANT], strict=True))
 
     def share(chosen: Iterable[tuple[float, float, float]]) -> float:
@@ -129,8 +122,7 @@ def digest_of(digests: Iterable[str]) -> str:
 
 
 def _harm(times: dict[str, list[float]]) -> Ratio:
-    """Return the better one's ratio; which of the two that is is decided for each repetition on the others, so luck is
-    not picked afterwards."""
+    """Return the ratio of `ours` to the better of dealt and pulled, chosen on the other repetitions."""
     speeds = {arm: [1 / seconds for seconds in times[arm]] for arm in (DEALT, PULLED, OURS)}
     found = against_best(speeds[OURS], {arm: speeds[arm] for arm in (DEALT, PULLED)})
     return Ratio(value=1 / found.value, low=1 / found.high, high=1 / found.low, against=found.against)

@@ -1,11 +1,11 @@
-"""Stages of generation whose work lies unequally: what is generated, and on which of two generators it begins.
+"""Stages with unequal work: sequences, and the one of two generators on which each begins.
 
-Lengths are synthetic: drawn from a lognormal, and reached because the end of sequence is ignored. 64 responses of some
-128 tokens, the longest many times that, as in the tail of real rollouts:
+Lengths are synthetic: lognormal, with the end of sequence ignored. As in real rollouts, the longest of 64 responses has
+many times the usual 128 tokens:
 
     skew         the longer half of the responses is on one generator
     groups       8 prompts of 8 samples with alike lengths; a prompt is on one generator
-    independent  dealt in turn, lengths have nothing to do with each other
+    independent  dealt in turn, with uncorrelated lengths
 
 Example:
     >>> stage = StageWorkload.of("skew", seed=1)
@@ -34,13 +34,12 @@ NUM_PROMPTS, NUM_SAMPLES = 8, 8
 MEDIAN, SIGMA, CORRELATION = 128, 1.0, 0.8
 SHORTEST, LONGEST_RESPONSE = 4, 960
 SHORTEST_PROMPT, LONGEST_PROMPT = 24, 96
-LEAST_IMBALANCE = 1.5  # groups whose halves luck made alike leave nothing to gain
+LEAST_IMBALANCE = 1.5  # `groups` with more equal halves leave nothing to gain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageWorkload:
-    """Hold, of each sequence: prompt, how many tokens come, the number of the prompt, and the generator it is dealt
-    to."""
+    """Sequences of a stage: prompts, response lengths, prompt numbers and generators."""
 
     workload: str
     seed: int
@@ -51,7 +50,7 @@ class StageWorkload:
 
     @classmethod
     def of(cls, workload: str, seed: int, scale: float = 1.0) -> StageWorkload:
-        """Draw a stage. `scale`: shorter responses, for a quick look."""
+        """Draw a stage; a `scale` below 1 shortens responses."""
         if workload not in WORKLOADS:
             raise InvalidRequest("workloads", workload, f"must be among {', '.join(WORKLOADS)}")
         count = NUM_PROMPTS * NUM_SAMPLES
@@ -76,13 +75,13 @@ class StageWorkload:
 
     @property
     def imbalance(self) -> float:
-        """Return the tokens of the fuller half over those of the other."""
+        """Return the tokens of the fuller half relative to the other."""
         halves = [sum(n for n, at in zip(self.lengths, self.dealt, strict=True) if at == half) for half in (0, 1)]
         return max(halves) / max(min(halves), 1)
 
 
 def draw_lengths(groups: tuple[int, ...], *, seed: int, scale: float = 1.0) -> Iterator[int]:
-    """Yield lognormal lengths; of one group alike as far as CORRELATION says, when it has several members."""
+    """Yield lognormal lengths, correlated by CORRELATION in groups of several members."""
     dice = random.Random(f"lengths {seed}")
     common = {group: dice.gauss(0, 1) for group in dict.fromkeys(groups)}
     share = CORRELATION if len(common) < len(groups) else 0.0
@@ -93,14 +92,14 @@ def draw_lengths(groups: tuple[int, ...], *, seed: int, scale: float = 1.0) -> I
 
 
 def stages(workload: str, count: int, scale: float = 1.0) -> list[StageWorkload]:
-    """Return the first seeds; of `groups`, the first whose halves differ enough in tokens to be worth a move."""
+    """Return the stages of the first seeds, for `groups` only those unequal enough for moves."""
     all_seeds = (StageWorkload.of(workload, seed, scale) for seed in itertools.count(1))
     wanted = (stage for stage in all_seeds if workload != GROUPS or stage.imbalance >= LEAST_IMBALANCE)
     return list(itertools.islice(wanted, count))
 
 
 def earlier_lengths(count: int, scale: float = 1.0) -> list[int]:
-    """Return what earlier steps of the same job would have shown: drawn alike, none of them in a stage."""
+    """Return lengths of the job's earlier steps, drawn alike."""
     return list(draw_lengths(tuple(range(count)), seed=-1, scale=scale))
 
 
