@@ -6,8 +6,8 @@
     python tools/suites.py whole [SUITE ...]       # all tests of all suites, or of these; writes tests/whole.json
 
 A suite is due where its last pass is not known, or where a file differs from that commit that it can reach: by the
-graph of imports (tools/choose_tests.py), and for tests that start processes by what those run. Layout, comments and
-docstrings are no difference. So what is due follows from the commit alone, on any day and in any clone.
+graph of imports (tools/choose_tests.py), and for tests that start processes by what those run. Layout, comments,
+docstrings and settings of linters are no difference. So what is due follows from the commit alone, in any clone.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,14 +121,24 @@ def due(name: str, repository: Repository, passed: str) -> tuple[list[Path], str
 
 
 def is_same_program(repository: Repository, commit: str, path: Path) -> bool:
-    now = repository.root / path
-    if path.suffix == ".md":
-        return True
-    if path.suffix != ".py" or not now.exists():
+    now, read = repository.root / path, {".py": program_of, ".toml": settings_of}.get(path.suffix)
+    if read is None or not now.exists():
         return False
     command = ["git", "show", f"{commit}:{path}"]
     before = subprocess.run(command, cwd=repository.root, capture_output=True, text=True, check=False)
-    return before.returncode == 0 and program_of(before.stdout) == program_of(now.read_text())
+    return before.returncode == 0 and read(before.stdout) == read(now.read_text())
+
+
+def settings_of(text: str) -> str:
+    """Return a project's settings without those of tools that only read code.
+
+    >>> settings_of("project.name = 'x'\\ntool.ruff.line-length = 120")
+    "{'project': {'name': 'x'}, 'tool': {}}"
+    """
+    settings = tomllib.loads(text)
+    for name in ("ruff", "mypy", "importlinter"):
+        settings.get("tool", {}).pop(name, None)
+    return repr(settings)
 
 
 def program_of(text: str) -> str:
