@@ -2,7 +2,7 @@
 
     python bench/checkpoint_shares.py --ranks 2 --mib 256
 
-Each rank holds that many MiB of FSDP2 shards: parameters and two moments of each. `shares` is the way of a run, `dcp`
+Each rank holds that many MiB of FSDP2 shards: parameters and two moments of each. Runs use `shares`; `dcp`
 is torch.distributed.checkpoint in safetensors format, and `gathered` sends one tensor at a time to rank 0. Each way
 runs in its own processes and prints a line of JSON: median seconds of the slowest rank, and peak memory.
 """
@@ -82,7 +82,7 @@ def resident(which: str) -> int:
 
 
 def measured(way: str, state: State, place: Path, ranks: Ranks) -> tuple[float, int]:
-    """Return the seconds of one checkpoint, and its peak bytes above the memory before."""
+    """Return the seconds that a checkpoint takes, and the increase of peak memory in bytes."""
     folder = place / way
     if ranks.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)

@@ -56,7 +56,7 @@ def torch_mode(layers: list[tuple[nn.Linear, nn.Linear, nn.Linear]]) -> Mode:
 
 
 def onednn_mode(layers: list[tuple[nn.Linear, nn.Linear, nn.Linear]]) -> Mode:
-    """Return oneDNN with prepacked weights and the activation fused into the gate, as CPU servers run it."""
+    """Return a mode that runs oneDNN as CPU servers do: weights prepacked, the activation fused into the gate."""
     reorder, multiply = torch.ops.mkldnn._reorder_linear_weight, torch.ops.mkldnn._linear_pointwise
     weights = [[reorder(linear.weight.detach().to(torch.bfloat16)) for linear in layer] for layer in layers]
 

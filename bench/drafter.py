@@ -46,7 +46,7 @@ def measure(engine: Engine) -> tuple[float, str]:
 
 
 def learn_from(engine: Engine, num_tokens: int) -> None:
-    """Generate `num_tokens` tokens in rounds, learning after each until nothing is left."""
+    """Generate `num_tokens` tokens in rounds, learning after each until no tokens are left to learn from."""
     for number in range(-(-num_tokens // (SEQUENCES * LEARNT_FROM))):
         sample(engine, prompts=3000 + number, seed=100_000 * (number + 1), num_tokens=LEARNT_FROM)
         while engine.learning.learn_while_idle():

@@ -1,4 +1,4 @@
-"""Measure how much dry generators speed up scoring when they help the reference.
+"""Measure how much idle generators speed up scoring when they help the reference.
 
     python bench/dry.py [--tiny target|wide] [--pairs 5] [--json FILE]
 

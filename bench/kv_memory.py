@@ -3,11 +3,11 @@
     python bench/kv_memory.py [--pairs 9] [--rows 32] [--tokens 96]
     python bench/kv_memory.py --tails 8 [--group 16] [--rows 128] [--tokens 32]
 
-The first compares it with KV memory written at creation, on the same steps of two engines of the 3.3M model. It prints
-resident KV memory at the start and after steps of several sizes. Linux only.
+The first command compares it with KV memory written at creation, on the same steps of two engines of the 3.3M model,
+and prints resident KV memory at the start and after steps of several sizes. Linux only.
 
-The second compares copied tails with tails run by each sibling, for prompts of so many tokens. Both print the median
-ratio of CPU seconds over alternating pairs.
+The second compares copied tails with tails recomputed by each sibling, for prompts of `--tails` tokens. Both print the
+median ratio of CPU seconds over alternating pairs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MEGABYTE = 1 << 20
 
 
 def written_at_once(*, dtype: torch.dtype, device: torch.device, **shape: int) -> torch.Tensor:
-    """Allocate zeroed KV memory, as before it was mapped on demand."""
+    """Allocate zeroed KV memory that is written at creation, not mapped on demand."""
     num_blocks, layers, size, heads, dim = (
         shape[name] for name in ("num_blocks", "num_layers", "block_size", "num_kv_heads", "head_dim")
     )

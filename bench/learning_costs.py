@@ -1,4 +1,4 @@
-"""Measure the cost of a learning drafter where it cannot pay.
+"""Measure the cost of a learning drafter on jobs where it cannot help.
 
     python bench/learning_costs.py [--seconds 60] [--jobs 1 2]
 

@@ -1,4 +1,4 @@
-"""Compare control requests of moves over frames, one kept gRPC stream, and unary gRPC calls.
+"""Compare control requests of moves over frames, one persistent gRPC stream, and unary gRPC calls.
 
     python bench/move_control.py [--questions 2000] [--turns 9] [--bytes 3000] [--tls]
 
@@ -118,7 +118,7 @@ def serving(pipe: Connection, credentials: Path | None) -> None:
 
 
 def cpu_of(pipe: Connection) -> float:
-    """Return the CPU seconds that both processes have used so far."""
+    """Return the CPU seconds used so far by client and server together."""
     pipe.send("cpu")
     return float(pipe.recv()) + time.process_time()
 

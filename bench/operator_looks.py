@@ -1,6 +1,6 @@
 """Measure the operator's CPU time to reconcile many jobs against an in-memory API server.
 
-Answers to writes and changes of pods go through the cache, as watches deliver them.
+Written objects and changed pods go through the cache, as watches deliver them.
 
 python bench/operator_looks.py --jobs 200 --generators 4
 python bench/operator_looks.py --profile steady
@@ -37,7 +37,7 @@ NAMESPACE = "many"
 
 
 class Server:
-    """In-memory part of an `Api` that reconciling uses. Each write makes a new version."""
+    """In-memory stand-in for the `Api` calls of reconciling. Each write makes a new version."""
 
     def __init__(self) -> None:
         self.objects: dict[str, Json] = {}
@@ -113,7 +113,7 @@ class Bench:
         return len(self.keys)
 
     async def come_in(self) -> int:
-        """Make pods ready one by one and reconcile after each, as if the queue gathered nothing."""
+        """Make pods ready one by one and reconcile after each, as if the queue merged no events."""
         num_looks = 0
         for key in self.keys:
             for pod in self.cache.pods(key):

@@ -1,6 +1,6 @@
-"""Measure how much scorers gain by running a prompt once for all its answers: python bench/scoring.py [--answers 16].
+"""Measure how much scorers gain by running a prompt once for all its responses: python bench/scoring.py [--answers 16].
 
-Two of each scorer, one of which keeps prompts, score the same groups with interleaved answers. Printed are median CPU
+Two of each scorer, one of which keeps prompts, score the same groups with interleaved responses. Printed are median CPU
 milliseconds per sample, and how far the scores are apart. Models are synthetic: `target` (3.3M parameters) or `wide`
 (77M).
 """
@@ -61,7 +61,7 @@ def critics(path: str, most: int) -> list[Score]:
 
 
 def rewards(path: str, most: int) -> list[Score]:
-    """Return scorers to compare as numbers, not bits: torch's arithmetic depends on the number of rows."""
+    """Return scorers whose scores differ by rounding, because torch's arithmetic depends on the number of rows."""
     config = AutoConfig.from_pretrained(path, num_labels=1, max_position_embeddings=most)
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).eval()

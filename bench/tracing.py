@@ -2,8 +2,8 @@
 
     python bench/tracing.py [RUN]
 
-No observer, traces in a folder, metrics, and both are interleaved; each reports its best CPU time over all threads.
-With a run folder, the share of its step time is printed too.
+Runs without observer, with traces in a folder, with metrics, and with both take turns; each reports its best CPU time
+over all threads. With a run folder, the share of its step time is printed too.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ def work(orders: Connection, settings: dict[str, Any]) -> None:
 
 
 def peak_bytes(*, begin: bool, before: int) -> int:
-    """Return the resident bytes now (`begin`), or their peak since then beyond `before`."""
+    """Return the resident bytes now (with `begin`), or how far their peak since then exceeds `before`."""
     if begin:
         Path("/proc/self/clear_refs").write_text("5")
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())

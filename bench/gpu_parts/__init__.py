@@ -1,1 +1,1 @@
-"""The parts of bench/gpu_day.py, each a function of a `Day`."""
+"""Parts of bench/gpu_day.py, each a function that takes a `Day`."""

@@ -1,4 +1,4 @@
-"""Is it right: what is there, kernels against their twins, the law, copies and waits of a step."""
+"""Correctness checks of a GPU day: kernels against references, the law, copies and waits of a step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TREE = DraftPlan(drafter="suffix", depth=4, width=2, branch=2)
 
 
 def environment(day: Day) -> None:
-    """Versions, and the rates that others are held against."""
+    """Report versions, and the copy and matrix rates to compare others with."""
     day.tell("environment", "torch", torch.__version__)
     day.tell("environment", "python", platform.python_version())
     if day.device.type == "cuda":
@@ -36,14 +36,14 @@ def environment(day: Day) -> None:
 
 
 def copy_rate(day: Day) -> float:
-    """Bytes a second that the device reads and writes."""
+    """Return the bytes per second that the device reads and writes."""
     source = torch.zeros((1 << 31) if day.is_real else 1 << 16, dtype=torch.uint8, device=day.device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / day.seconds(lambda: target.copy_(source))
 
 
 def twins(day: Day) -> None:
-    """Kernels against what they must compute, on the device itself."""
+    """Compare kernels with their reference implementations on the device."""
     sizes = ((32, 8, 128), (28, 4, 128), (8, 1, 256)) if day.is_real else ((4, 2, 16),)
     options: tuple[dict[str, Any], ...] = ({}, {"sliding_window": 100}, {"softcap": 30.0})
     for heads, kv_heads, dim in sizes:
@@ -79,7 +79,7 @@ def differing_samples(day: Day) -> int:
 
 
 def law(day: Day) -> None:
-    """Tokens are the same with and without speculation, in any batch, preempted, and after a move."""
+    """Check that tokens are equal with and without speculation, in any batch, preempted, and after a move."""
     model, answer = llama(day, layers=8, size="1.5B"), 300 if day.is_real else 12
     vocab = model.config.vocab_size
     asked = requests(64 if day.is_real else 4, prompt=48, answer=answer, vocab=vocab)
@@ -103,12 +103,12 @@ def law(day: Day) -> None:
 
 
 def flips(one: dict[str, Any], other: dict[str, Any]) -> int:
-    """Sequences whose tokens part at some place; what follows a flip says nothing."""
+    """Return the number of sequences whose tokens differ; tokens after a first flip are not counted."""
     return sum(one[name].token_ids != other[name].token_ids for name in one)
 
 
 def moved(day: Day, model: Any, asked: list[Any], room: dict[str, Any]) -> dict[str, Any]:
-    """Every sequence begins at one engine and ends at another."""
+    """Start every sequence on one engine, finish it on another, and return the completions."""
     here, there = (engine_of(day, model, speculation="off", **room) for _ in range(2))
     for request in asked:
         here.submit(request)
@@ -123,7 +123,7 @@ def moved(day: Day, model: Any, asked: list[Any], room: dict[str, Any]) -> dict[
 
 
 def waits(day: Day) -> None:
-    """Count a step's copies and waits; the layers must have none, or no graph can be captured."""
+    """Count a step's copies and waits; the layers must not wait, so that CUDA graphs can capture them."""
     model = llama(day, layers=8, size="1.5B")
     engine = engine_of(day, model, keep=False, speculation="off", max_context=600, max_sequences=64)
     for request in requests(64 if day.is_real else 4, prompt=100, answer=200, vocab=model.config.vocab_size):
@@ -151,7 +151,7 @@ def waits(day: Day) -> None:
 
 
 def busy(spans: list[tuple[float, float]]) -> float:
-    """Time that any of the spans covers."""
+    """Return the time covered by at least one of the spans."""
     covered, end = 0.0, float("-inf")
     for first, last in spans:
         covered += max(0.0, last - max(first, end))
@@ -161,7 +161,7 @@ def busy(spans: list[tuple[float, float]]) -> float:
 
 @contextmanager
 def unwaiting_layers(day: Day, engine: Engine) -> Iterator[None]:
-    """Whatever in the layers waits for the device, raises."""
+    """Raise an error inside the context if the layers wait for the device."""
     runner = engine.state.target.runner
     run_layers = runner._run_layers
 

@@ -1,4 +1,4 @@
-"""How near each kernel comes to what the device can do."""
+"""Speed of each kernel, next to what the device can reach."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCK_SIZE = 16
 
 
 class AttentionCall:
-    """One layer's attention: `rows` sequences of `context` tokens in blocks that lie anywhere, `nodes` new rows each.
+    """Attention of one layer: `rows` sequences of `context` tokens in scattered blocks, with `nodes` new rows each.
 
     One node is plain decoding; more are a tree in which every node has two children.
     """
@@ -53,7 +53,7 @@ class AttentionCall:
         return kernel(self.query, self.key, self.value, self.kv, 0, self.meta, scale=scale, **options)
 
     def row(self, number: int) -> AttentionCall:
-        """One row alone; the keys of its ancestors are in the cache once the whole has run."""
+        """Return a call of one row alone; the whole call must run first, to cache the keys of its ancestors."""
         one, only = copy.copy(self), slice(number, number + 1)
         one.query, one.key, one.value = self.query[only], self.key[only], self.value[only]
         meta = self.meta
@@ -65,7 +65,7 @@ class AttentionCall:
 
 
 def ancestors(node: int) -> list[int]:
-    """Root first, the node itself last.
+    """Return the path from the root to the node, both included.
 
     >>> ancestors(9)
     [0, 1, 4, 9]

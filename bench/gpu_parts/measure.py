@@ -1,4 +1,4 @@
-"""What the parts of a GPU day share: which device and how large, clocks, results, models with random weights."""
+"""Shared parts of a GPU day: device, timers, results, and models with random weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BLOCK = 1 << 22  # weights that are drawn; the others repeat them
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One result. `expected`: "<= 0.1" or the like; empty where there is only something to know."""
+    """Result of a measurement. `expected` is a bound such as "<= 0.1", or empty for none."""
 
     part: str
     name: str
@@ -44,7 +44,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Day:
-    """The device, and whether models have the shapes of real ones."""
+    """Settings of a GPU day: device, results file, and whether models have real sizes."""
 
     device: torch.device
     is_real: bool
@@ -63,7 +63,7 @@ class Day:
         return torch.bfloat16 if self.is_real else torch.float32
 
     def tell(self, part: str, name: str, value: Any, unit: str = "", expected: str = "") -> None:
-        """Write the result; what is expected is expected of a GPU alone."""
+        """Write and print a result; `expected` is ignored unless the device is a real GPU."""
         value = float(f"{value:.4g}") if isinstance(value, float) else value
         self.write(asdict(Found(part, name, value, unit, expected if self.is_real else "")))
 
@@ -80,7 +80,7 @@ class Day:
             torch.cuda.synchronize(self.device)
 
     def seconds(self, work: Callable[[], object], repeats: int = 10) -> float:
-        """Return the median time of `work` on the device, after two runs."""
+        """Return the median seconds of `work` on the device, after two warm-up runs."""
         repeats = repeats if self.is_real else 2
         times = []
         for number in range(repeats + 2):
@@ -99,7 +99,7 @@ class Day:
         return statistics.median(times)
 
     def peak_bytes(self) -> int:
-        """Of the device's memory since `forget_peak`."""
+        """Return the device's peak memory since `forget_peak`."""
         return torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
 
     def forget_peak(self) -> None:
@@ -118,7 +118,7 @@ def line_of(result: dict[str, Any]) -> str:
 
 
 def llama(day: Day, *, layers: int, size: str) -> Any:
-    """Make a model of a Llama's shape: "8B" or "1.5B" with fewer layers, or a tiny one without a GPU."""
+    """Return a random Llama of size "8B" or "1.5B" with fewer layers, or a tiny one without a GPU."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     shapes = {"8B": (4096, 14336, 32, 8, 128256), "1.5B": (1536, 8960, 12, 2, 151936), "tiny": (64, 128, 4, 2, 260)}
@@ -139,7 +139,7 @@ def llama(day: Day, *, layers: int, size: str) -> Any:
 
 
 def fill(model: torch.nn.Module) -> None:
-    """Random weights whose logits are sharp enough to tell tokens apart, at the speed of memory."""
+    """Fill in random weights quickly, with logits sharp enough to tell tokens apart."""
     block = torch.randn(BLOCK, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
@@ -153,13 +153,13 @@ def fill(model: torch.nn.Module) -> None:
 
 
 def engine_of(day: Day, model: Any, *, keep: bool = True, draft: Any = None, **options: Any) -> Engine:
-    """Open an engine on the device. keep: the model is used again."""
+    """Create an engine on the device, with a copy of the model if `keep`."""
     config = {"device": str(day.device), "dtype": str(day.dtype).removeprefix("torch."), "profile": False} | options
     return make_engine(copy.deepcopy(model) if keep else model, EngineConfig(**config), draft=draft)
 
 
 def requests(rows: int, *, prompt: int, answer: int, vocab: int, echo: bool = False) -> list[Request]:
-    """`rows` requests with prompts of their own; echo: prompts that repeat a phrase, for drafters of suffixes."""
+    """Return `rows` requests with distinct prompts; with `echo` they repeat a phrase, for suffix drafters."""
     drawn = torch.Generator().manual_seed(7)
     params = SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0.0 if echo else 1.0)
     made = []
@@ -171,7 +171,7 @@ def requests(rows: int, *, prompt: int, answer: int, vocab: int, echo: bool = Fa
 
 
 def run(engine: Engine, asked: list[Request], *, each_step: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """All completions by id."""
+    """Run the requests and return all completions by id."""
     for request in asked:
         engine.submit(request)
     done = {}

@@ -1,4 +1,4 @@
-"""Tokens a second: the engine, and those that score."""
+"""Tokens per second of the engine and of scorers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAYERS = 8  # of a model of 8B's widths, which has 32: a day is short
 
 
 def engine(day: Day) -> None:
-    """Measure a quarter of an 8B model; a step takes a quarter of the time, apart from vocabulary and host."""
+    """Measure an 8B model with a quarter of its layers, so steps are four times as fast except vocabulary and host."""
     model = llama(day, layers=LAYERS, size="8B")
     prompt, answer = (1024, 256) if day.is_real else (24, 6)
     # a quarter of the layers; a whole model's steps, from GPU.md's expectation of it, are four times as long at most
@@ -47,7 +47,7 @@ def engine(day: Day) -> None:
 
 
 def prompts(day: Day, model: Any) -> None:
-    """Tokens of prompts a second, their chunks by FlashAttention and by our kernel."""
+    """Measure prefill tokens per second, with chunks run by FlashAttention and by rlhfspec's kernel."""
     prompt, rows = (4096, 8) if day.is_real else (80, 2)
     made = engine_of(day, model, speculation="off", max_sequences=rows, max_context=prompt + 16)
     runner = made.state.target.runner
@@ -73,7 +73,7 @@ def prompts(day: Day, model: Any) -> None:
 def decoded(
     day: Day, engine: Engine, rows: int, prompt: int, answer: int, *, echo: bool = False
 ) -> tuple[float, float]:
-    """Tokens a second once all prompts have run, and tokens a row and step."""
+    """Return tokens per second after prefill, and tokens per row and step."""
     vocab = engine.state.target.runner.vocab_size
     for request in requests(rows, prompt=prompt, answer=answer, vocab=vocab, echo=echo):
         engine.submit(request)

@@ -1,4 +1,4 @@
-"""Training on the device: a step, ranks and their states, and a whole run."""
+"""Training on the device: a step, a checkpoint of ranks, and a whole run."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def rollouts(vocab: int, answers: int, length: int) -> Rollouts:
 
 
 def ranks(day: Day) -> None:
-    """One rank with the group that several have: its shares written as a run does, and resumed to the bit."""
+    """Check that one rank with a process group writes a checkpoint as runs do, and resumes bit for bit."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -117,7 +117,7 @@ def ranks(day: Day) -> None:
 
 
 def loop(day: Day) -> None:
-    """Compare the shipped example, all roles on one device, with the same on the CPU."""
+    """Compare a run of the shipped example on the device with the same run on the CPU."""
     steps = 10 if day.is_real else 1
     if day.device.type not in ("cuda", "cpu"):
         day.tell("loop", "not run: a run of its own has no such device", 0)

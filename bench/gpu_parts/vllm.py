@@ -1,4 +1,4 @@
-"""The engine `vllm` as a job makes it: what its trial at load found, its tokens, and its speed beside two others."""
+"""Engine `vllm` as a job creates it: its check at load, its tokens, and its speed next to two other engines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Generate = Callable[[list[Request]], int]  # returns the number of tokens
 
 
 def vllm(day: Day) -> None:
-    """Drawn by the law or refused, which `make` says; then tokens a second, nothing drafted."""
+    """Compare the engine's logits and tokens, then measure its tokens per second without drafts."""
     python = find_python(None)
     if python is None or day.device.type not in ("cpu", "cuda"):
         day.tell("vllm", "left out", INSTALL_VLLM if python is None else f"vLLM has no device {day.device.type}")
@@ -84,7 +84,7 @@ def _job(folder: str, day: Day, prompt: int, answer: int, rows: int) -> RLHFJob:
 
 @contextmanager
 def _engine(job: RLHFJob, name: str, *, tensor_parallel: int = 1) -> Iterator[EngineProtocol]:
-    """One at a time has the GPU."""
+    """Yield an engine, and free the GPU afterwards for the next one."""
     roles = job.spec.roles
     generator = roles.generator.model_copy(update={"tensor_parallel": tensor_parallel})
     generation = job.spec.generation.model_copy(
@@ -123,7 +123,7 @@ def _of_rival(
 
 
 def _speed(generate: Generate, asked: list[Request]) -> float:
-    """Tokens a second, prompts included, the second time."""
+    """Return tokens per second, prefill included, after a warm-up run."""
     generate(asked)
     began = time.perf_counter()
     return generate(asked) / (time.perf_counter() - began)

@@ -1,4 +1,4 @@
-"""Weights to another process: what a bucket costs on the device, and how fast NCCL carries it to another GPU."""
+"""Sending of weights: the cost of a bucket on the device, and the speed of NCCL to another GPU."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def between_gpus(day: Day, state: dict[str, torch.Tensor], num_bytes: int) -> No
 
 
 def receive(trainer: str) -> None:
-    """Run the other process, on the second GPU."""
+    """Run the receiving process on the second GPU."""
     from rlhfspec.training.weights.group.messages import Wish
     from rlhfspec.training.weights.group.receiver import GroupReceiver
     from rlhfspec.training.weights.group.ways import Ways

@@ -82,7 +82,7 @@ def _is_kept(key, ids, last_key, last_id):
 def _amounts(
     row, vocab_size, lowest, last_key, last_id, maximum, temperature, BY_MASS: tl.constexpr, TILE: tl.constexpr
 ):
-    """Return the number or mass exp((x - max) / T) of the kept tokens with keys >= lowest: [WAYS]."""
+    """Return the number, or total exp((x - max) / T), of kept tokens with keys >= lowest: [WAYS]."""
     total = tl.zeros((WAYS,), tl.float64)
     for first in range(0, vocab_size, TILE):
         ids, x, _ = _load_tile(row, first, vocab_size, TILE)
@@ -315,7 +315,7 @@ def _candidates_kernel(
 
 
 def _tile(vocab_size: int) -> int:
-    """Return a tile size that depends on the vocabulary alone, for one order of sums."""
+    """Return a tile size that depends on the vocabulary alone, so that sums have one order."""
     return min(MAX_TILE, max(16, int(triton.next_power_of_2(vocab_size))))
 
 

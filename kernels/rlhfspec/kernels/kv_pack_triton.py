@@ -20,7 +20,7 @@ def unpack_slots(packed: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) ->
 
 
 def _copy(packed: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor, *, pack: bool) -> None:
-    """Copy between kv, as [blocks, planes, block size, run], and packed, as [n, planes, run]."""
+    """Copy between kv, as [blocks, 2 * layers, block size, heads * dim], and packed [n, 2 * layers, heads * dim]."""
     if len(slots) == 0:
         return
     _, num_layers, _, block_size, num_kv_heads, dim = kv.shape

@@ -43,7 +43,7 @@ def available_arithmetics(dtype: torch.dtype) -> tuple[str, ...]:
 
 
 def arithmetic_for(dtype: torch.dtype, wanted: str = "auto", device: str = "cpu") -> Arithmetic:
-    """Return the arithmetic for weights of `dtype`, which depends on CPU and arguments alone."""
+    """Return the arithmetic for weights of `dtype`, which depends on the CPU and the arguments alone."""
     available = available_arithmetics(dtype) if device.startswith("cpu") else ("torch",)
     if wanted == "auto":
         return available[0]  # type: ignore[return-value]

@@ -97,7 +97,7 @@ def _plural(kind: str) -> str:
 
 
 class Api:
-    """Client of the API server; 0 means no limit of `connections`, or no retries by `deadline_seconds`."""
+    """Client of the API server. `connections` 0: no limit; `deadline_seconds` 0: no retries."""
 
     def __init__(
         self, access: KubeAccess, *, may_write: Callable[[], bool] = lambda: True,
@@ -203,7 +203,7 @@ class Api:
         self, version: str, kind: str, namespace: str | None, *,
         labels: str = "", fields: str = "", cached: bool = False,
     ) -> AsyncIterator[Json]:  # fmt: skip
-        """Yield the objects of a list; `cached` ones may be stale."""
+        """Yield the objects of a list, which may be stale if `cached`."""
         async for page in self.pages(version, kind, namespace, labels=labels, fields=fields, cached=cached):
             for item in page["items"]:
                 yield item
@@ -361,7 +361,7 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 async def from_each(
     places: Iterable[_P], ask: Callable[[_P], Awaitable[_T]]
 ) -> AsyncIterator[tuple[_P, _T | ClusterRefused]]:
-    """Yield each place with its answer or refusal."""
+    """Yield each place with the result of `ask`, or the ClusterRefused that it raised."""
     for place in places:
         try:
             yield place, await ask(place)

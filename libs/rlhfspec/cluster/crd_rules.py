@@ -22,7 +22,7 @@ _DEEPER = ("roles",)
 
 
 def job_rules(schema: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rules of the schema's root, which sees both status and spec."""
+    """Return the CEL validation rules of the schema's root, which can read both status and spec."""
     return [*_contradictions(), _one_manager(), *_immutable(schema["properties"]["spec"])]
 
 

@@ -85,7 +85,7 @@ def labels_of(job: str, role: str, worker: int) -> dict[str, str]:
 
 
 def run_uid(job_uid: str, number: int) -> str:
-    """Return the uid of the job's n-th run, too long for collisions by forged numbers."""
+    """Return the uid of the job's n-th run, long enough that forged numbers cannot collide."""
     return hashlib.sha256(f"{job_uid}/{number}".encode()).hexdigest()[:16]
 
 

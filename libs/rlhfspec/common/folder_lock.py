@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def take_lock(path: Path, *, wait: bool = False) -> int:
-    """Return a file's descriptor with its lock, until closed. Raise BlockingIOError, naming the holder, if taken."""
+    """Lock a file until the returned descriptor is closed; raise BlockingIOError, naming the holder, if taken."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

@@ -20,7 +20,7 @@ def visible(environment: Mapping[str, str], devices: Path = Path("/dev")) -> lis
 
 
 def of_rank(gpus: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Return this rank's GPU, or all without ranks."""
+    """Return this rank's GPU, or all GPUs without ranks."""
     rank = environment.get("LOCAL_RANK", "")
     return [gpus[int(rank) % len(gpus)]] if rank and gpus else list(gpus)
 

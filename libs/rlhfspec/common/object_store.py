@@ -178,7 +178,7 @@ def main() -> int:
 
 
 def _make_room(file: Path, size: int) -> None:
-    """Allocate the file, so that a full disk shows before hours of fetching."""
+    """Allocate the file, so that a full disk is noticed before hours of fetching."""
     with _writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("wb") as empty:

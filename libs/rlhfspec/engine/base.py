@@ -168,7 +168,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watermark:
-    """Numbers of positions whose KV the destination has, per KV space (target, then draft if any)."""
+    """Number of positions whose KV the destination already has, per KV space (target, then draft if any)."""
 
     epoch: int
     positions: tuple[int, ...]
@@ -176,7 +176,7 @@ class Watermark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVRange:
-    """KV of committed positions: `kv[i]` [n, bytes a position] begins at `start.positions[i]`."""
+    """KV of committed positions: `kv[i]` [n, bytes per position], of KV space i, begins at `start.positions[i]`."""
 
     request_id: str
     start: Watermark
@@ -195,7 +195,7 @@ class KVRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceState:
-    """State from which another engine continues a sequence. Without `rest` it recomputes the KV."""
+    """State from which another engine continues a sequence. Without `rest`, that engine recomputes the KV."""
 
     manifest: Manifest
     rest: KVRange | None
@@ -234,7 +234,7 @@ class EngineProtocol(Protocol):
         ...
 
     def cancel(self, request_id: str) -> bool:
-        """Drop a sequence, even a staying or moving one. Return False if it is unknown."""
+        """Drop a sequence, even one that stays after finishing or is being moved. Return False if it is unknown."""
         ...
 
     @property

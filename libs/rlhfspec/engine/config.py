@@ -20,7 +20,7 @@ class EngineConfig:
     """Settings of the engine, checked at construction.
 
     Tokens depend on weights, `dtype`, `arithmetic` and, in longer contexts, `attention_split`. A GPU is batch-invariant
-    only if `exact` is "on". Without `kv_cache_tokens`, rows have room for a full context, as GPU memory allows.
+    only if `exact` is "on". Without `kv_cache_tokens`, rows have room for a full context, as far as GPU memory allows.
     """
 
     dtype: str = "float32"  # float32, bfloat16 or float64 (slow reference, torch kernels only)

@@ -220,7 +220,7 @@ class Engine(Moves):
     ) -> None:
         """Continue a sequence that stays, as a new request whose prompt is all its tokens plus `token_ids`.
 
-        Response positions restart at 0, so every turn needs its own `seed`, or its noise would repeat.
+        Response positions restart at 0, so that noise would repeat unless every turn has its own `seed`.
         """
         stayed = self.scheduler.staying.get(request_id)
         if stayed is None:

@@ -64,7 +64,7 @@ def added(part: Tensor, group: Ranks) -> Tensor:
 
 
 def joined(part: Tensor, width: int, group: Ranks) -> Tensor:
-    """Concatenate [..., width of the part] of all ranks."""
+    """Concatenate the parts [..., part width] of all ranks to [..., width]."""
     most, _ = share(width, 1, group.num_ranks)
     with not_audited():
         parts = _of_all(functional.pad(part, (0, most - part.shape[-1])), group)
@@ -206,7 +206,7 @@ def looked_up(
 
 @contextmanager
 def _on_its_only_device() -> Iterator[None]:
-    """Select the only visible GPU, as transformers would take that of LOCAL_RANK."""
+    """Select the only visible GPU, because transformers would select that of LOCAL_RANK."""
     told = os.environ.get("LOCAL_RANK")
     if torch.cuda.device_count() != 1 or told is None:
         yield

@@ -1,4 +1,4 @@
-"""Torch-free strict schema RLHFJob of command line, custom resource and chart, camelCase in YAML."""
+"""Strict, torch-free schema of a job, shared by command line, custom resource and chart; camelCase in YAML."""
 
 from __future__ import annotations
 
@@ -388,7 +388,7 @@ class Spec(Block):
 
     @property
     def prefetch(self) -> int:
-        """Return the samples that a generator fetches beyond its engine's room: few, as they cannot move."""
+        """Return how many samples a generator fetches beyond its engine's capacity: few, because they cannot move."""
         given = self.roles.generator.prefetch
         if given is not None:
             return given
@@ -396,12 +396,12 @@ class Spec(Block):
 
     @property
     def pulled_at_a_time(self) -> int:
-        """Return the samples pulled at a time: at most a group, which shares its prompt's KV."""
+        """Return the number of samples pulled at a time, at most a group because it shares its prompt's KV."""
         return max(min(self.algorithm.samples_per_prompt, self.prefetch), 1)
 
     @property
     def samples_in_flight(self) -> int:
-        """Return the most samples requested at a time, over all steps within staleness."""
+        """Return the maximum number of samples requested at a time, over all steps within staleness."""
         training = self.training
         return training.prompts_per_step * self.algorithm.samples_per_prompt * (1 + training.max_staleness)
 

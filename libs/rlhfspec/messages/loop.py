@@ -47,7 +47,7 @@ LAST_DECLARED = WorkerInfo  # declared last, so its existence implies all others
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """A stage of the loop.
+    """Stage of the loop, with its records and limits.
 
     `max_held` limits the unacknowledged records of one type over all its workers. After `max_deliveries` a record
     becomes a dead letter (None: never). Records in `watches` must not affect tokens or curves.
@@ -146,7 +146,7 @@ def dead_letters(job: str, uid: str) -> str:
 
 
 def state_key(record: Record) -> str:
-    """Return the key under which state keeps its latest record."""
+    """Return the key under which a state subject keeps this record as its latest."""
     if isinstance(record, WorkerInfo):
         return f"{record.stage}-{record.worker}"
     return record.role if isinstance(record, Weights) else ""

@@ -18,7 +18,7 @@ log = logging.getLogger("rlhfspec.stage")
 
 
 class HostedScoring:
-    """Guest service of an idle worker, made at first use."""
+    """Scoring service that an idle worker hosts, created at first use."""
 
     def __init__(self, stage: str, make: Callable[[], Awaitable[Service]]) -> None:
         self.stage = stage
@@ -27,7 +27,7 @@ class HostedScoring:
         self._was_tried = False
 
     async def score_while(self, waiting: asyncio.Task[Any]) -> None:
-        """Score until `waiting` is done and the current sample finished."""
+        """Score until `waiting` is done and the current sample is finished."""
         service = await self._made()
         if service is None:
             await waiting

@@ -1,4 +1,4 @@
-"""Polling intervals, short after news and growing without.
+"""Polling intervals that are short after news and grow without it.
 
 Example:
     >>> pace = Pace(0.5, 5.0)
@@ -38,7 +38,7 @@ class Beats:
         self._told: object = None
 
     async def next(self, told: object, stopping: asyncio.Event) -> None:
-        """Wait for the next beat or a stop; `told` is the last report without times."""
+        """Wait for the next beat or a stop, shorter if `told` (the last report without times) has changed."""
         seconds, self._told = self._pace.after(told != self._told), told
         waits: list[asyncio.Task[Any]] = [asyncio.create_task(stopping.wait())]
         if seconds > LIVE_BEAT_SECONDS:

@@ -30,7 +30,7 @@ async def together(*parts: Coroutine[Any, Any, None]) -> None:
 
 
 async def ended(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel tasks until they end, as redis-py may lose a cancellation (Python 3.11).
+    """Cancel tasks until they end, because redis-py may lose a cancellation (Python 3.11).
 
     >>> async def loses_the_first() -> None:
     ...     try:

@@ -35,7 +35,7 @@ class _Call:
 
 
 class ComputeThread:
-    """Thread of one worker's compute; a cancelled call leaves its thread behind."""
+    """Thread of one worker's compute, abandoned if its running call is cancelled."""
 
     def __init__(self, name: str) -> None:
         self.name = name

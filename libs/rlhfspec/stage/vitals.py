@@ -112,7 +112,7 @@ class WorkerVitals:
         self._trouble = ""
 
     def in_trouble(self, what: str) -> None:
-        """Report a failure that is retried; empty if it is over."""
+        """Report a failure that is being retried, or its end if `what` is empty."""
         self._trouble = what
         self._changed()
 
@@ -175,7 +175,7 @@ class WorkerVitals:
             )
 
     def work(self) -> list[str]:
-        """Return the parts in progress, or else all activities."""
+        """Return what is in progress: parts of activities, or else whole activities."""
         with self._lock:
             activities = list(self._work.values())
         return [part for activity in activities for part in activity.parts] or [each.what for each in activities]

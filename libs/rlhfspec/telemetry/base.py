@@ -46,7 +46,7 @@ class Watcher(Protocol):
     def publishing(self, place: WorkerPlace, record: Record) -> Mapping[str, str]: ...
 
     def published(self, place: WorkerPlace, record: Record, began: float, is_new: bool) -> None:
-        """Observe a published record. `began`: Unix seconds before; not `is_new`: a duplicate."""
+        """Observe a record published since `began` (Unix seconds), a duplicate unless `is_new`."""
         ...
 
     def taken(self, place: WorkerPlace, record: Record, delivered: Delivered) -> None:

@@ -107,7 +107,7 @@ class Meters:
     # --- other events ------------------------------------------------------------------------------------------------
 
     def worked(self, stage: str, worker: int, what: str, seconds: float) -> None:
-        """Count a piece of work, as `Vitals.told`."""
+        """Count a piece of work; a callback for `Vitals.told`."""
         self._work[_labels(WorkerPlace(stage, worker), work=kind_of_work(what))].add(seconds)
 
     def took_weights(self, stage: str, worker: int, way: str, seconds: float) -> None:

@@ -26,7 +26,7 @@ log = logging.getLogger("rlhfspec.telemetry")
 
 
 class OtlpSpans:
-    """Span exporter of one process. An absent collector costs spans, never time."""
+    """Span exporter of one process. Without a collector, spans are lost, but nothing waits."""
 
     def __init__(self, endpoint: str, resource: Mapping[str, Attribute]) -> None:
         self._endpoint = endpoint

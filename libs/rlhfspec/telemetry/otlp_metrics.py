@@ -21,7 +21,7 @@ _CLOSE_SECONDS = 5.0
 
 
 class OtlpMetrics:
-    """Metrics exporter of one process. An absent collector costs data, never time."""
+    """Metrics exporter of one process. Without a collector, data are lost, but nothing waits."""
 
     def __init__(self, meters: Meters, endpoint: str, resource: Mapping[str, Attribute]) -> None:
         self._meters = meters

@@ -19,7 +19,7 @@ HOW_TO_GET_TRACES = "are written while a job runs, with observability.traces: tr
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """Spans of one sample in one run, by begin, with the end of its step last."""
+    """Spans of one sample in one run, ordered by begin, with the end of its step last."""
 
     sample: str
     spans: tuple[Span, ...]
@@ -89,7 +89,7 @@ def slowest(run: Path, count: int, *, step: int | None = None) -> list[Life]:
 
 
 def lives(spans: Iterable[Span]) -> list[Life]:
-    """Return a life per sample, of the last resumed run, with the first result of repeated work."""
+    """Return one life per sample, from its last run, with the first result of repeated work."""
     by_sample: dict[str, list[Span]] = {}
     for span in spans:
         by_sample.setdefault(span.sample, []).append(span)

@@ -1,4 +1,4 @@
-"""Spans: work on one sample, with place and times.
+"""Spans: work on one sample, with worker and times.
 
 Ids are derived from run, sample and work, so repeated work is the same span. A `traceparent` header carries them.
 """

@@ -1,7 +1,7 @@
 """Tracer that makes a sample's spans from bus traffic: prompt -> generation -> each score, and training.
 
-If a sample moves, the parent of each stay and move is the previous stay. Long stays are also reported early, as their
-generator may be killed.
+If a sample moves, the parent of each stay and move is the previous stay. Long stays are also reported early, because
+their generator may be killed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LEADS_ON = (Prompt, Sample)  # their results belong to the same trace
 
 @dataclass(slots=True)
 class _Taken:
-    """Record in hand, with time and parent span."""
+    """Record being processed, with its time and parent span."""
 
     at: float
     step: int
@@ -174,7 +174,7 @@ class Tracer:
                 self._keep(stay)
 
     def _moved(self, place: WorkerPlace, moved: Moved, published: float) -> None:
-        """Report a move that paused its sample."""
+        """Report the span of a move that paused its sample."""
         if moved.pause_seconds <= 0.0:
             return
         stay = self._left.pop((place, moved.sample_id), None)

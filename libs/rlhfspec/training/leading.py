@@ -57,7 +57,7 @@ class Leader:
         return self._learner.critic_state()
 
     def state(self) -> dict[str, Any] | Writes:
-        """Return a single rank's state, or a function that writes all ranks' to a folder."""
+        """Return the state if there is one rank, else a function that writes all ranks' states to a folder."""
         return self._learner.state() if self._ranks.num_ranks == 1 else self._write
 
     def _write(self, folder: Path) -> list[Written]:

@@ -1,4 +1,4 @@
-"""Move endpoint of a generator: a `DirectControl` in one process, or a server per worker."""
+"""Endpoint for moves of a generator's samples: a `DirectControl` in one process, or a server per worker."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def code_of(error: BaseException) -> int:
 
 
 def is_full_disk(error: BaseException | None) -> bool:
-    """Return whether an error or its cause is a full disk or quota, also by text."""
+    """Return whether an error or its cause reports a full disk or quota, by errno or text."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return True

@@ -84,11 +84,11 @@ class Health:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def beat(self) -> None:
-        """Note that the event loop runs, several times per `beat_seconds`."""
+        """Record that the event loop runs; to be called several times per `beat_seconds`."""
         self._last_beat = time.monotonic()
 
     async def keep_beating(self) -> None:
-        """Beat until cancelled, which also keeps the clock going."""
+        """Beat until cancelled. The sleeps also read the AwakeClock, as it requires."""
         while True:
             self.beat()
             await self._vitals.clock.sleep(BEAT_SECONDS / 10)

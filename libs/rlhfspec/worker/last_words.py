@@ -31,7 +31,7 @@ log = logging.getLogger("rlhfspec.stage")
 
 
 class Ending:
-    """Context manager that turns exceptions into exit code and last words. `file` is a copy in memory."""
+    """Context manager that turns exceptions into an exit code and a final message. `file` receives a copy."""
 
     def __init__(self) -> None:
         self.code = exits.DONE
@@ -84,7 +84,7 @@ def _class(error: BaseException) -> str:
 
 
 def leaves_at_once(when: str) -> None:
-    """Write last words for a requested exit, safe in signal handlers as it takes no logging lock."""
+    """Write last words for a requested exit, safe in signal handlers because it takes no logging lock."""
     text = f"left: {when}"
     os.write(
         sys.stderr.fileno(), json.dumps({"level": "info", "message": text, "exit_code": exits.DONE}).encode() + b"\n"
@@ -104,7 +104,7 @@ def write_last_words(text: str) -> None:
 
 
 class ActivityFile:
-    """File with a process's current activity, which outlives its sudden death."""
+    """File with a process's current activity, readable after the process was killed."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -44,7 +44,7 @@ log = logging.getLogger("rlhfspec.stage")
 
 
 def mirrored(connections: Connections, stage: str, worker: int, *, follows: bool = False) -> Mirror | None:
-    """Return this process's mirror with its files fetched, or None with a claim."""
+    """Return this process's mirror with its files fetched, or None if the job uses a claim."""
     if connections.storage_uri is None:
         return None
     began = time.monotonic()
@@ -72,7 +72,7 @@ def is_read_by(stage: str, worker: int, name: str) -> bool:
 
 
 class Mirror:
-    """Mirror of a run folder."""
+    """Copy of a run folder in an object store, used by one process."""
 
     def __init__(self, store: ObjectStore, folder: Path, stage: str, worker: int, *, follows: bool = False) -> None:
         self.store = store
@@ -156,7 +156,7 @@ def _spec_of(job_file: Path) -> Mapping[str, object]:
 
 
 def _is_whole(name: str, there: Mapping[str, int]) -> bool:
-    """Return whether a file is not part of a checkpoint without manifest.
+    """Return whether a file is outside incomplete checkpoints, which have no manifest.
 
     >>> _is_whole("checkpoints/step-00000002/state.json", {"checkpoints/step-00000001/manifest.json": 7})
     False

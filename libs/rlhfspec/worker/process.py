@@ -48,7 +48,7 @@ def main(stage: str) -> NoReturn:
 
 
 def leave_when_asked_to(said: Callable[[], object] = lambda: os.write(2, _LEFT)) -> None:
-    """Exit on a signal until the event loop handles it, also as PID 1 of a container."""
+    """Exit on SIGTERM or SIGINT until the event loop handles them, also as PID 1 of a container."""
 
     def leave(number: int, frame: object) -> None:
         said()
@@ -59,7 +59,7 @@ def leave_when_asked_to(said: Callable[[], object] = lambda: os.write(2, _LEFT))
 
 
 def _ask_itself_for_nothing() -> None:
-    """Make signals to this process itself raise, as a reward's SIGTERM looks like a request to leave."""
+    """Make signals to this process itself raise, because a reward's SIGTERM would look like a request to leave."""
     own = os.getpid()
 
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:
@@ -156,7 +156,7 @@ def _job_of(stage: str, connections: Connections) -> RLHFJob:
 
 
 def _marked(uid: str) -> None:
-    """Restart with the run's mark if started by hand, for the run's guardians."""
+    """Restart a hand-started worker with the run's mark, by which the run's guardians find it."""
     from rlhfspec.messages.servers.guardian import MARK
 
     if os.environ.get(MARK) != uid:

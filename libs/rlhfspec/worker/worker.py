@@ -204,7 +204,7 @@ class StageWorker:
         return store
 
     async def _built(self, bus: Bus, context: Context, say: _Saying) -> Service:
-        """Build the service in a thread, with vitals apart from the stage's."""
+        """Build the service in a thread, with vitals separate from the service's."""
         vitals = Vitals(context.vitals.clock, note=context.vitals.note)
         deadline = getattr(self._job.spec.roles, self._stage).deadline_seconds
         beating = asyncio.create_task(Heartbeats(bus, vitals).run())
@@ -243,7 +243,7 @@ class StageWorker:
 
 
 def guest_of(job: RLHFJob, host: Context, connect: Connect) -> HostedScoring | None:
-    """Return the scoring that an idle worker helps with, or None."""
+    """Return the scoring that this worker helps with while idle, or None."""
     running = workers_of(job)
     stage = next((stage for stage in GUESTS.get(host.bus.stage.name, ()) if stage in running), None)
     if stage is None or "rebalancer" not in running:

@@ -1,6 +1,6 @@
 """Create the missing Secrets of a release, without changing existing ones.
 
-All derive from `NAME-keys`, the operator's. `NAME-nats` and `NAME-redis` configure the servers, `NAME-operator-tls`
+All are derived from the operator's `NAME-keys`. `NAME-nats` and `NAME-redis` configure the servers, `NAME-operator-tls`
 serves the endpoint for reports, and `NAME-dashboard` gives read access to runs.
 """
 

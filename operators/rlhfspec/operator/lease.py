@@ -29,7 +29,7 @@ LOG = logging.getLogger(__name__)
 
 
 def seconds_awake_or_asleep() -> float:
-    """Return monotonic seconds that include the sleep of the machine."""
+    """Return monotonic seconds that include the time in which the machine was suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 

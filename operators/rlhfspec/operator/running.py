@@ -1,4 +1,4 @@
-"""Replica of the operator, which always watches and acts while it holds the Lease.
+"""Replica of the operator, which always watches but acts only while it holds the Lease.
 
     watches -> cache -> queue -> one reconcile of one job -> writes
     reports ----^                                       (only while the Lease is held, checked before every write)
@@ -48,7 +48,7 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlace:
-    """Pod and addresses of this replica, which has no report endpoint without `tls`."""
+    """Pod and addresses of this replica; without `tls` it has no endpoint for reports."""
 
     pod: str | None
     host: str = "0.0.0.0"
@@ -221,7 +221,7 @@ class Operator:
 
 
 def restarted(cache: Cache) -> Iterator[Restarted]:
-    """Yield the restart count of every worker, also zero."""
+    """Yield the restart count of every worker, including those never restarted."""
     for namespace, name in cache.jobs():
         job = cache.job((namespace, name))
         restarts = job.status.get("restarts") or {} if job is not None else {}

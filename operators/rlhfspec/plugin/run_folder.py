@@ -49,7 +49,7 @@ def fetch(cluster: Cluster, job: str, folder: Path, *, claim: str | None, image:
 
 
 def _fetch(cluster: Cluster, pod: str, uri: str, remote: str) -> None:
-    """Download the run folder in the helper pod, which has the credentials."""
+    """Download the run folder into the helper pod, which has the credentials."""
     program = ["python", "-m", "rlhfspec.common.object_store", uri, str(STORAGE), remote]
     done = subprocess.run(cluster.exec(pod, *program), capture_output=True, text=True)
     if done.returncode:
@@ -100,7 +100,7 @@ def _helper(cluster: Cluster, job: Json, pods: list[Json], claim: str | None, im
 
 
 def helper_pod(name: str, namespace: str, claim: str | None, image: str, *, secret: str | None = None) -> Json:
-    """Return a helper pod that reads the claim, or an object store with its secret."""
+    """Return a helper pod that reads the claim, or an object store with the credentials in `secret`."""
     volume = {"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}}
     return {
         "apiVersion": "v1",

@@ -22,7 +22,7 @@ _OVER = ("Ready", "Completed", "Terminating")
 
 
 def explanation(cluster: Cluster, job: Json) -> Iterator[str]:
-    """Yield the lines of the answer and its evidence."""
+    """Yield lines with the reason of the job's state and its evidence."""
     status, name = job.get("status") or {}, name_of(job)
     pods = cluster.pods(name)
     yield from _answer(job, status)
@@ -65,7 +65,7 @@ def _waited_for(status: Json) -> list[tuple[str, Json]]:
 
 
 def _events(cluster: Cluster, job: Json, pods: list[Json]) -> Iterator[str]:
-    """Yield recent warnings about a job and its pods, without failed probes if it is healthy."""
+    """Yield recent warnings about a job and its pods, without failed probes if the job is healthy."""
     is_well = condition_of(job, "Healthy").get("status") == "True"
     uids = {name_of(each): each["metadata"]["uid"] for each in (job, *pods)}
     seen = set[tuple[str, ...]]()

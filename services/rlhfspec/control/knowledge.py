@@ -96,7 +96,7 @@ class RunKnowledge:
         self._stepped_at = self._clock.now()
 
     def found(self, steps: Sequence[StepMetrics]) -> None:
-        """Record steps, which replace known ones from the first on."""
+        """Record steps, which replace all known steps from the first of them on."""
         if steps:
             before = tuple(metrics for metrics in self._steps if metrics.step < steps[0].step)
             self._steps = (*before, *steps)[-RECENT_STEPS:]
@@ -180,7 +180,7 @@ class RunKnowledge:
             self.known.tell(ProcessNews(stage=key[0], worker=key[1], phase="left", what=what))
 
     def _forget_the_gone(self) -> None:
-        """Forget workers that are long silent while others of their stage send heartbeats."""
+        """Forget workers that have long been silent while others of their stage send heartbeats."""
         if self._heard_for() <= GONE_SECONDS:
             return
         there, now = self.known.run.there, self._clock.now()

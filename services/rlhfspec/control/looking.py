@@ -125,7 +125,7 @@ def last_checkpoint(folder: RunFolder) -> int:
 
 
 def view_of(job: RLHFJob, console: Console, *, shown: bool) -> View:
-    """Return a view that ignores the job's own view setting."""
+    """Return a view that is on or off by `shown` instead of the job's setting."""
     observability = job.spec.observability.model_copy(update={"view": "auto" if shown else "off"})
     spec = job.spec.model_copy(update={"observability": observability})
     return View(job.model_copy(update={"spec": spec}), console, on_interrupt="end this view; the job goes on")

@@ -32,7 +32,7 @@ class NotTaken(Exception):
 class Endpoint:
     """Endpoint of the operator: JSON over TLS with the pod's service account token, without redirects.
 
-    Token and connection are new for every report, as tokens expire and another operator may lead.
+    Token and connection are new for every report, because tokens expire and the leader may change.
     """
 
     def __init__(self, url: str, authority: Path, token_file: Path) -> None:
@@ -104,7 +104,7 @@ class Turn:
 
 
 class Reporter(Service):
-    """Reporter. consumes: RunKnowledge; produces: reports; waits for: news; unblocked by: every stage, time."""
+    """Report sender. consumes: RunKnowledge; produces: reports; waits for: news; unblocked by: every stage, time."""
 
     def __init__(
         self, vitals: Vitals, look: Callable[[], Report], post: Callable[[bytes], None], draw: random.Random

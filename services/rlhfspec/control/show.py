@@ -151,7 +151,7 @@ async def _view(connections: Connections) -> None:
 
 
 async def _end_when_nobody_reads(stop: asyncio.Event) -> None:
-    """End this process once its output has no reader, as a write would block forever."""
+    """End this process once its output has no reader, because a write would block forever."""
     from rlhfspec.worker import exits
 
     read_at = time.monotonic()

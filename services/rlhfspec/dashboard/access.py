@@ -50,7 +50,7 @@ class Visitor:
 
 
 class Access(Protocol):
-    """Access policy. Raises ClusterUnavailable if it cannot decide, which admits no visitor."""
+    """Access policy. Raises ClusterUnavailable if it cannot decide, so that no visitor is admitted."""
 
     is_local: bool  # serves only this machine's host names, and cookies need no TLS
 

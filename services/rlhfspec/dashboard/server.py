@@ -108,7 +108,7 @@ class Dashboard:
         return response
 
     def _refuse_strangers(self, request: web.Request) -> None:
-        """Refuse cross-site requests except links, and on a laptop other host names."""
+        """Refuse cross-site requests except links, and on a laptop requests for other host names."""
         site = request.headers.get("Sec-Fetch-Site", "")
         is_link = request.method == "GET" and request.headers.get("Sec-Fetch-Mode") == "navigate"
         if site not in ("same-origin", "none", "") and not (is_link and not request.path.startswith("/api/")):
@@ -285,7 +285,7 @@ class Dashboard:
     async def _stream(
         self, request: web.Request, events: EventStream, reader: Reader, still: Callable[[], Awaitable[object]]
     ) -> web.StreamResponse:
-        """Stream events until the browser leaves or loses its right, checked at every heartbeat."""
+        """Stream events until the browser leaves or loses access, which is checked at every heartbeat."""
         response = web.StreamResponse(
             headers={
                 **HEADERS,
@@ -349,7 +349,7 @@ async def serve(
 
 
 def _cookie(request: web.Request) -> str:
-    """Return the cookie's name with the port, as browsers share cookies between ports."""
+    """Return the cookie's name with the port, because browsers share cookies between ports."""
     port = request.headers.get("Host", "").rpartition(":")[2]
     return f"rlhfspec-{port}" if port.isdecimal() else "rlhfspec"
 

@@ -91,7 +91,7 @@ def refuse_shared(places: Sequence[tuple[str, str | None]]) -> None:
 
 
 def _keep(rank: int, environment: dict[str, str], leaving: Event) -> None:
-    """Run a rank in a subprocess and end this process as it ends."""
+    """Run a rank in a subprocess; if it ends early, end this process in the same way."""
     told = os.environ | environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     told.setdefault(STARTED, "generator")
     other = subprocess.Popen([sys.executable, "-m", "rlhfspec.generator", *sys.argv[1:]], env=told)

@@ -26,7 +26,7 @@ _MOST_BYTES = 1 << 30  # larger drafters are not shared
 
 
 class LearntSharing:
-    """Exchange of a generator's drafter. The engine's thread calls `take`, the event loop all else."""
+    """Exchange of a generator's learnt drafter. The engine's thread calls `take`, the event loop all else."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class LearntSharing:
 
     @property
     def is_due(self) -> bool:
-        """Return whether the drafter learnt enough to share, and no sharing is recent."""
+        """Return whether the drafter learnt enough to be shared and was not shared recently."""
         is_busy = self._handing_out is not None and not self._handing_out.done()
         if is_busy or time.monotonic() < self._not_before:
             return False

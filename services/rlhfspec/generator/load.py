@@ -17,7 +17,7 @@ Experts = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class LoadMeter:
-    """Meter of the engine's steps. A new `incarnation` voids earlier records."""
+    """Meter of the engine's steps. A new `incarnation` invalidates earlier records."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class LoadMeter:
         return record
 
     def experts(self) -> Experts:
-        """Return the rows per expert since the last report, if due."""
+        """Return the number of tokens routed to each expert since the last report, or () if none is due."""
         if not self._is_due(self._experts_said):
             return ()
         self._experts_said = self._now()

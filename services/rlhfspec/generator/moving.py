@@ -53,7 +53,7 @@ class MovedPrompt:
 
 
 class PromptCustody:
-    """Custody of running samples."""
+    """Custody of the prompts and leases of running samples while these move."""
 
     def __init__(self, state: GeneratorState, inbox: Inbox[Prompt], meter: LoadMeter) -> None:
         self._state = state

@@ -13,7 +13,7 @@ _MOST_PROMPTS = 4096
 
 
 class Histories:
-    """Newest `keep` responses of each recent prompt, as drafts, which change no token.
+    """Newest `keep` responses of each recent prompt, used as drafts, which never change a token.
 
     >>> histories = Histories(keep=2)
     >>> for response in ((1,), (2,), (3,)):

@@ -139,7 +139,7 @@ class GeneratorService(Service):
         return finished
 
     def _burst(self) -> list[Completion]:
-        """Step until a completion, an arrival or BURST_SECONDS."""
+        """Run engine steps until a sample completes, news arrives or BURST_SECONDS are over."""
         end = time.monotonic() + BURST_SECONDS
         finished: list[Completion] = []
         self._calls.run()

@@ -74,7 +74,7 @@ class GeneratorState:
         self._set_room(stats.room + self._prefetch - stats.num_waiting - len(self.queued))
 
     def take_ready(self, version: int, moving: Collection[str]) -> list[Delivery[Prompt]]:
-        """Take queued prompts that `version` may sample. Moving samples stay queued."""
+        """Take queued prompts that weights `version` may sample. Moving samples stay queued."""
         ready: list[Delivery[Prompt]] = []
         waiting: deque[Delivery[Prompt]] = deque()
         for delivery in self.queued:
@@ -91,7 +91,7 @@ class GeneratorState:
             self.has_room.clear()
 
     def begin(self, delivery: Delivery[Prompt], so_far: float = 0.0) -> None:
-        """Track a running sample; a redelivery continues. `so_far`: seconds on other engines."""
+        """Track a running sample; a redelivery keeps its time. `so_far`: seconds on other engines."""
         running = self.running.get(delivery.record.id)
         before = self._seconds_each - so_far if running is None else running.before
         self.running[delivery.record.id] = RunningSample(delivery, before)

@@ -1,4 +1,4 @@
-"""Checks of what would fail a run at load: model names, data rows, functions, packages."""
+"""Checks for errors that would fail a run at load: model names, data rows, functions, packages."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def checked_rows(job: RLHFJob) -> Rows | None:
 
 
 def check_as_run_does(job: RLHFJob, base: Path, columns: Mapping[str, str] | None) -> None:
-    """Raise what `run` would raise at load. Imports the user's functions."""
+    """Raise the error that `run` would raise at load. Imports the user's functions."""
     from rlhfspec.training.scoring.rewards.sources import check_functions
 
     check_functions(job.spec.rewards, base, columns)
@@ -65,7 +65,7 @@ def check_as_run_does(job: RLHFJob, base: Path, columns: Mapping[str, str] | Non
 
 
 def check_without_code(job: RLHFJob) -> None:
-    """Raise what `run` would raise at load, without importing the user's code."""
+    """Raise the error that `run` would raise at load, without importing the user's code."""
     training = job.spec.training
     named = (training.optimizer, training.critic_optimizer, training.schedule)
     _check_settings(job, with_training=not any(":" in each.name for each in named))

@@ -12,7 +12,7 @@ _NEWEST = 0.25  # weight of a new answer in the running mean
 
 
 class PromptLengths:
-    """Running mean of answer lengths, for each recent prompt."""
+    """Running mean of response lengths, for each recent prompt."""
 
     def __init__(self) -> None:
         self._means: OrderedDict[int, float] = OrderedDict()  # by prompt hash; collisions are harmless
@@ -32,10 +32,10 @@ class PromptLengths:
             self._sum -= self._means.popitem(last=False)[1]
 
     def work(self, prompt: tuple[int, ...]) -> float:
-        """Return the work in tokens. Unknown prompts have an average answer."""
+        """Return the work in tokens. Unseen prompts are assumed to have a response of average length."""
         usual = self._sum / len(self._means) if self._means else 0.0
         return len(prompt) + self._means.get(hash(prompt), usual)
 
     def longest_first(self, prompts: Iterable[Prompt]) -> list[Prompt]:
-        """Return prompts by decreasing work, with replicas adjacent, as they share KV."""
+        """Return prompts by decreasing work, with replicas adjacent because they share KV."""
         return sorted(prompts, key=lambda prompt: -self.work(prompt.token_ids))

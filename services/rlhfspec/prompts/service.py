@@ -88,7 +88,7 @@ class PromptsService(Service):
                 await delivery.ack()
 
     async def _publish_steps(self, version: int) -> None:
-        """Publish every step that this version may sample by the allowed staleness."""
+        """Publish the prompts of every step that this version may sample within the allowed staleness."""
         if self.held_out and self._evaluation.is_due(version, self._last_step):
             await self._publish(f"the evaluation after step {version}", evaluation_prompts, self.held_out, version)
         newest = min(version + 1 + self._job.spec.training.max_staleness, self._last_step)
@@ -104,7 +104,7 @@ class PromptsService(Service):
 
 
 def prompts_of(job: RLHFJob, prompts: Prompts, step: int, round: int, count: int | None) -> list[Prompt]:
-    """Return the prompts of a step or of one of its demands, replicas adjacent."""
+    """Return the prompts of a step or of one of its demands, with replicas adjacent."""
     name, training = job.metadata.name, job.spec.training
     version = max(step - 1 - training.max_staleness, 0)
     ids = [

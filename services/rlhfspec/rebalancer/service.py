@@ -19,7 +19,7 @@ _MOST_NAMED = 64  # generators in a line
 
 
 class RebalancerService(Service):
-    """Rebalancing worker, whose advice never changes a token."""
+    """Rebalancing worker, whose advice never changes a generated token."""
 
     def __init__(self, worker: int, vitals: Vitals, bus: StageBus, *, job: RLHFJob, moves: MovesFile) -> None:
         super().__init__("rebalancer", worker, vitals)

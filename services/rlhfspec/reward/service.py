@@ -98,7 +98,7 @@ class RewardService(Service):
             await self._held.pop(name).ack()
 
     def _seconds_since_told(self) -> float:
-        """Return the working seconds since the last call, as groups overlap."""
+        """Return the busy seconds since the last call, because groups overlap and cannot be timed singly."""
         worked, before = self.vitals.state().busy_seconds, self._told_seconds
         self._told_seconds = worked
         return worked - before

@@ -44,7 +44,7 @@ class Starter(Protocol):
     async def start(self, name: str, arguments: Sequence[str], log: Path) -> Process: ...
 
     async def begin(self) -> bool:
-        """Restart what the starter needs; return whether it had ended."""
+        """Start the starter's own process, if it has one; return False if it is running."""
 
 
 class Child:
@@ -103,7 +103,7 @@ class Child:
                 os.kill(self.pid, signal.SIGTERM)
 
     def abandon(self) -> None:
-        """Kill the process for good, from any thread."""
+        """Kill the process and never restart it; callable from any thread."""
         self.is_abandoned = True
         self.kill()
 
@@ -157,7 +157,7 @@ class Child:
         return f" while {what}" if what else ""
 
     def _lines(self, start: int) -> list[dict[str, Any]]:
-        """Return complete log lines from `start`. Foreign lines count as messages."""
+        """Return complete log lines from `start`. Lines in other formats count as messages."""
         with suppress(OSError), self._log.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(start, size - _MOST_BYTES))

@@ -103,7 +103,7 @@ class Children(Service):
         self._gone.set()
 
     def abandon(self) -> None:
-        """Kill every process for good, from any thread."""
+        """Kill every process and never restart one; callable from any thread."""
         for child in self._children.values():
             child.abandon()
 
@@ -167,7 +167,7 @@ class Children(Service):
             await self._release(stage)
 
     async def _release(self, stage: str) -> None:
-        """Return the dead worker's deliveries at once, rather than after the ack wait."""
+        """Hand back the dead worker's deliveries at once, instead of after the ack wait."""
         try:
             await self._bus.release(stage)
         except RLHFSpecError as error:
@@ -249,7 +249,7 @@ class Children(Service):
             self._say(line if child.stage == "trainer" else f"{child.stage} {child.worker}: {line}")
 
     def _ask_those_started_by_hand(self) -> None:
-        """Ask this machine's hand-started workers to stop, as their servers end."""
+        """Ask this machine's hand-started workers to stop, because their servers end."""
         of_this_run = processes_of(self._bus.uid)  # a record may name any process
         for info in self.known.run.infos:
             if (info.stage, info.worker) not in self._children and info.pid in of_this_run:

@@ -127,7 +127,7 @@ class Launcher:
         return int(await replies.readline())
 
     async def begin(self) -> bool:
-        """Start the launcher early, as imports take long; return False if it is running."""
+        """Start the launcher early, because its imports take long; return False if it is running."""
         async with self._one_at_a_time:
             return await self._begin()
 

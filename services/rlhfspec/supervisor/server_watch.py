@@ -78,7 +78,7 @@ class ServerWatch(Service):
             await server.start()
 
     async def _keep_guardians(self) -> None:
-        """Restart guardians at once, as only they clean up after this process."""
+        """Restart guardians at once, because only they clean up after this process."""
         while True:
             if len(pids := self._guardians.pids) == NUM_GUARDIANS:
                 await _end_of_one(pids)

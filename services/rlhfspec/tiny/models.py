@@ -5,7 +5,7 @@
     library, library-draft, library-wide  the same for the text of Python's standard library
     sums     2 x 128, .5M, the start of the demo's training; sums-draft: 1 x 64. Both are shipped.
 
-Folders appear by renaming.
+Folders are built elsewhere and renamed, so that they are always complete.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def ensure_recipe(recipe: Recipe, report: Report = print) -> Path:
 def widened(model: LlamaForCausalLM, intermediate_size: int, *, seed: int) -> LlamaForCausalLM:
     """Return the same function with wider FFNs: random gate and up columns, zero down columns.
 
-    Logits differ only by summation order; in ascending column order, by no bit.
+    Logits differ only by summation order, and are equal if columns are summed in ascending order.
     """
     generator = torch.Generator().manual_seed(seed)
     wide = copy.deepcopy(model)

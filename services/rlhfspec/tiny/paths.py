@@ -5,7 +5,7 @@
     smollm2                                        a pretrained model (`rlhfspec.tiny.smollm2`)
     reasoning-gym:chain_sum, ...                   tasks as data (`rlhfspec.tiny.reasoning`)
 
-Files appear by renaming.
+Files are written elsewhere and renamed, so that they are always complete.
 """
 
 from __future__ import annotations

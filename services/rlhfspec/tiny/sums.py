@@ -64,7 +64,7 @@ def jsonl(count: int, seed: int, *, without: Sequence[Mapping[str, str]] = ()) -
 
 
 def lessons(*, seed: int) -> Iterator[list[tuple[str, str]]]:
-    """Yield batches of (prompt, response), guessed or worked, with numbers of equal length."""
+    """Yield batches of (prompt, response): guessed answers or worked steps, with equally long numbers in a batch."""
     rng = random.Random(seed)
     while True:
         num_digits = rng.choices(NUM_DIGITS, LESSON_WEIGHTS)[0]
@@ -106,7 +106,7 @@ def steps(completion: str) -> float:
 
 
 def carries(completion: str) -> float:
-    """Return an exploitable reward: each carry pays, right or wrong, up to 4.
+    """Return an exploitable reward: a quarter for each carry, right or wrong, up to 1.
 
     >>> carries("8+5=13 keep 3 carry 1, answer 13"), carries("1+1=18 keep 8 carry 1, " * 4)
     (0.25, 1.0)

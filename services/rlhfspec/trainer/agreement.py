@@ -16,7 +16,7 @@ _QUANTISE = {"quantization", "quantization_config", "kv_cache_dtype"}  # argumen
 
 
 def precision_of(spec: Spec) -> str:
-    """Return the job's key in `_ALLOWED`."""
+    """Return the job's precision, a key of `_ALLOWED`."""
     spec = settled(spec, device_of(spec))
     if _QUANTISE & spec.generation.engine.arguments.keys():
         return "quantised"
@@ -27,14 +27,14 @@ def precision_of(spec: Spec) -> str:
 
 
 class Agreement:
-    """Limit for a job's engine and precisions."""
+    """Limit of the log-prob difference, by the job's engine and precision."""
 
     def __init__(self, spec: Spec) -> None:
         self._engine = spec.generation.engine.name
         self._precision = precision_of(spec)
 
     def allow_for_a_restart(self) -> None:
-        """Allow rounding in an exact job, as another machine may have trained the samples' versions."""
+        """Allow rounding in an exact job, because another machine may have trained the samples' versions."""
         if self._precision == "exact":
             self._precision = "float32"
 

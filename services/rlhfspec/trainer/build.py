@@ -116,7 +116,7 @@ def follow(job: RLHFJob) -> None:
 
 
 def _meeting(job: RLHFJob) -> dict[str, Any]:
-    """Return process group arguments. Rank 0 is silent while other stages work on a step."""
+    """Return process group arguments. Rank 0 may be silent while other stages work on a step."""
     roles = job.spec.roles
     deadline = roles.trainer.deadline_seconds
     return {

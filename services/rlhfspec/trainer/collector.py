@@ -40,7 +40,7 @@ class Chosen:
 
 
 class Collector:
-    """Collector of one step's records. Samples of a demand count once it is made."""
+    """Collector of one step's records. Samples of a demand count only after the demand was made."""
 
     def __init__(self, shape: StepShape) -> None:
         self.shape = shape
@@ -50,7 +50,7 @@ class Collector:
         self._num_arrived: Counter[str] = Counter()  # of requested records
 
     def add_sample(self, sample: Sample) -> None:
-        """Add a sample. The first of duplicates counts, as one version gives equal tokens."""
+        """Add a sample. The first of duplicates counts, because one version gives equal tokens."""
         if sample.finish_reason == "error":
             raise NumericalError(f"sample {sample.id} was not generated: {sample.error}")
         first = self._samples.setdefault(sample.id, sample)

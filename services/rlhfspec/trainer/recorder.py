@@ -29,7 +29,7 @@ Export = Callable[[dict[str, Any]], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Trainer's time between two step ends. Writing a step and its checkpoint counts for the next."""
+    """Trainer's time between two step ends. Writing a step and its checkpoint counts towards the next."""
 
     began_unix: float
     passed: float
@@ -151,7 +151,7 @@ class RunRecorder:
 
 
 def step_metrics(job: RLHFJob, trained: Trained) -> StepMetrics:
-    """Return a step's metrics, a function of its records and the trainer's time."""
+    """Return a step's metrics, which depend only on its records and the trainer's time."""
     chosen, samples = trained.chosen, trained.chosen.samples
     seconds = _seconds(trained.time, chosen.all_samples, chosen.all_scores)
     num_generated = sum(len(sample.token_ids) for sample in chosen.all_samples)

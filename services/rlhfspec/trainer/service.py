@@ -243,7 +243,7 @@ class TrainerService(Service):
             await self._save()
 
     def _is_checkpoint_due(self, step: int) -> bool:
-        """Return whether a checkpoint is due, also of an evaluated policy, as the best is kept."""
+        """Return whether a checkpoint is due, also for an evaluated policy, because the best may be exported."""
         due = step % self._job.spec.checkpoint.every_steps == 0 or self.is_done
         return due or self._is_evaluation_due(step)
 
@@ -252,7 +252,7 @@ class TrainerService(Service):
         return evaluation is not None and evaluation.is_due(step, self._last_step)
 
     def _put_weights(self) -> list[Weights]:
-        """Store the weights, critic first, as scoring samples of this version needs it."""
+        """Store the weights, critic first, because scoring samples of this version needs it."""
         name, version = self._job.metadata.name, self._learner.version
         records = []
         if "critic" in self._stages:
@@ -260,7 +260,7 @@ class TrainerService(Service):
         return [*records, self._weights.put(name, "policy", version, self._learner.policy_state())]
 
     async def _publish_weights(self, records: Sequence[Weights]) -> None:
-        """Publish under ids of this process, so that a restarted trainer's versions are no duplicates."""
+        """Publish under ids of this process, so that a restarted trainer's versions are not dropped as duplicates."""
         for record in records:
             await self._bus.publish(replace(record, id=f"{record.id}/{self._start}"))
 

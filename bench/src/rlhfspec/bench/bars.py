@@ -143,7 +143,7 @@ def _selector_share(results: Results, num_threads: int, scenario: str) -> Iterat
 
 
 def _equality(results: Results, num_threads: int, scenario: str) -> Iterator[Bar]:
-    """Yield the bar that all modes gave the same tokens and log-prob bits in each repetition."""
+    """Yield a bar that requires the same tokens and log-prob bits from all modes in each repetition."""
     rows = [row for row in results.rows if (row.num_threads, row.scenario) == (num_threads, scenario) and row.digests]
     if len(rows) > 1:
         yield _same(num_threads, scenario, "same tokens and log-probs in every mode", rows)

@@ -54,7 +54,7 @@ class LinkCost:
 
 
 def measure(kinds: Sequence[str], sizes: Sequence[int], *, rounds: int, ranges: int = 10) -> list[LinkCost]:
-    """Measure each kind at each size over `rounds` of `ranges`; the kinds take turns."""
+    """Measure each kind at each size over `rounds` rounds of `ranges` ranges; the kinds take turns."""
     costs = []
     for num_bytes in sizes:
         with ExitStack() as opened:
@@ -169,7 +169,7 @@ def _asked(control: Connection, question: None) -> float:
 
 
 def _destination(kind: str, num_bytes: int, control: Connection, folder: Path) -> None:
-    """Run the destination process: unpack the range of each key; answer None with the CPU seconds so far."""
+    """Run the destination process: unpack the range of each received key; reply to None with the CPU seconds so far."""
     theirs = np.zeros(num_bytes, np.uint8)
     with ExitStack() as opened:
         listening = _listening(theirs, control) if kind == SOCKET else _landing(kind, theirs, control, folder)

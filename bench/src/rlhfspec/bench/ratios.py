@@ -1,4 +1,4 @@
-"""Speed ratios of modes, paired within repetitions and without picking the luckiest.
+"""Speed ratios of modes, paired within repetitions and without bias to lucky modes.
 
 Repetitions are interleaved, so noise slows all modes of one alike; ratios are taken within each, and their geometric
 mean counts. The best of many strategies by its own measurements is partly the luckiest. It is therefore chosen on the
@@ -37,7 +37,7 @@ class Ratio:
 
 
 def paired(ours: Sequence[float], other: Sequence[float], *, against: str = "") -> Ratio:
-    """Compare repetition by repetition; a mode may lack the last ones."""
+    """Compare repetition by repetition; a mode may lack the last repetitions."""
     logs = [math.log(a / b) for a, b in zip(ours, other, strict=False)]
     dice = random.Random(0)
     means = sorted(statistics.fmean(dice.choices(logs, k=len(logs))) for _ in range(_NUM_RESAMPLES))

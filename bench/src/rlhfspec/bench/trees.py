@@ -76,7 +76,7 @@ def _gain(engine: Any, scenario: BenchScenario, num_nodes: int) -> TreeGain:
 
 
 def tokens_per_verification(engine: Any, scenario: BenchScenario, plan: DraftPlan) -> float:
-    """Return the mean over some runs, after one that trains the acceptance model."""
+    """Return the mean over several runs, after one that trains the acceptance model."""
     speculation = engine.speculation
     engine.set_speculation(plan)
     speculation.selector = FixedSelector(plan, acceptance=speculation.acceptance)

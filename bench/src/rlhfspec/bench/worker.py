@@ -30,7 +30,7 @@ RIVALS = Path(__file__).parent / "rivals"
 
 
 class WorkerFailed(RuntimeError):
-    """Raised when a worker answers with an error or dies; carries the end of its output."""
+    """Raised when a worker replies with an error or dies; carries the end of its output."""
 
 
 class Worker:
@@ -41,7 +41,7 @@ class Worker:
 
     @classmethod
     def start(cls, command: list[str], *, num_threads: int, patience_seconds: float = 900.0) -> Worker:
-        """Start a worker, which is killed if it takes longer than `patience_seconds` over a request."""
+        """Start a worker, which is killed if it takes longer than `patience_seconds` for a request."""
         log = tempfile.TemporaryFile("w+")  # noqa: SIM115  it lives as long as the process
         process = subprocess.Popen(
             command,
@@ -55,7 +55,7 @@ class Worker:
         return cls(process, log, patience_seconds)
 
     def ask(self, request: str, **arguments: Any) -> dict[str, Any]:
-        """Send one request and wait for its answer."""
+        """Send one request and wait for its reply."""
         deadline = threading.Timer(self._patience_seconds, self._process.kill)
         deadline.start()
         try:
@@ -113,7 +113,7 @@ class Worker:
 
 
 def environment(num_threads: int) -> dict[str, str]:
-    """Return environment variables of a worker. Workers of a thread count share the same cores, in turn."""
+    """Return environment variables of a worker. Workers with the same thread count take turns on the same cores."""
     cores = sorted(os.sched_getaffinity(0))[:num_threads]
     return MALLOC | {
         "OMP_NUM_THREADS": str(num_threads),

@@ -1,1 +1,1 @@
-"""Simulator of moves and pipelines on the plans that production runs: `rlhfspec simulate`."""
+"""Simulator of moves, with production's planner, and of pipelines: `rlhfspec simulate`."""

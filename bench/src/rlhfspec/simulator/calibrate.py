@@ -30,7 +30,7 @@ _MOST = 8192  # newest samples used
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """Sample of a run, or the part made by one generator. Times are seconds of any one clock."""
+    """Sample of a run, or the part of it made by one generator. Times are seconds of any one clock."""
 
     sample: str
     generator: str
@@ -76,7 +76,7 @@ def calibrate(samples: Sequence[Ran]) -> Calibration:
 
 
 def _not_negative(design: Floats) -> Floats:
-    """Return the least squares of `design @ x = 1`, leaving out unknowns until x >= 0."""
+    """Return the least-squares solution of `design @ x = 1`, leaving out unknowns until x >= 0."""
     kept = list(range(design.shape[1]))
     while kept:
         solved, *_ = np.linalg.lstsq(design[:, kept], np.ones(len(design)), rcond=None)
@@ -89,9 +89,9 @@ def _not_negative(design: Floats) -> Floats:
 
 
 def _tokens_beside(samples: Sequence[Ran]) -> Floats:
-    """Return [S]: tokens that the sample's generator made while it ran, its own included.
+    """Return [S]: the number of tokens that a sample's generator made while the sample ran, its own included.
 
-    Overlapping samples share the steps that the more covered one made in the overlap.
+    The steps in an overlap of two samples are those of the sample with more of its time in it.
     """
     found = np.zeros(len(samples))
     for members in _of_generators(samples).values():
@@ -107,7 +107,7 @@ def _tokens_beside(samples: Sequence[Ran]) -> Floats:
 
 
 def _prompt_tokens_beside(samples: Sequence[Ran]) -> Floats:
-    """Return [S]: prompt tokens that the sample's generator prefilled meanwhile, shared prefixes once."""
+    """Return [S]: the number of prompt tokens that a sample's generator prefilled meanwhile, shared prefixes once."""
     found = np.zeros(len(samples))
     for members in _of_generators(samples).values():
         firsts: dict[tuple[int, str], tuple[float, int]] = {}
@@ -132,7 +132,7 @@ def _of_generators(samples: Sequence[Ran]) -> dict[str, list[int]]:
 
 
 def as_spans(scenario: Scenario, work: Workload) -> list[Ran]:
-    """Return the samples that a dealt, unmoved run of the scenario would record, to test the fit."""
+    """Return the samples that a run of the scenario without moves would record, to test the fit."""
     outcome = simulate(scenario, work)
     rows = zip(work.prompts, work.lengths, work.prompt_tokens, outcome.ended, outcome.ended_on, strict=True)
     return [
@@ -151,7 +151,7 @@ def as_spans(scenario: Scenario, work: Workload) -> list[Ran]:
 
 
 def workload_of(samples: Sequence[Ran], *, num_generators: int, seed: int) -> Workload:
-    """Draw as many of a run's prompts, with all samples, as its last step had, and deal them in turn."""
+    """Draw as many of a run's prompts as its last step had, with all their samples, and deal them in turn."""
     prompts: dict[tuple[int, str], list[Ran]] = {}
     for sample in _whole(samples):
         if sample.num_tokens:

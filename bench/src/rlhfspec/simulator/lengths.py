@@ -55,7 +55,7 @@ def workload(
     """Draw the work of a stage.
 
     `groups` makes a prompt's lengths alike and deals its samples together. `skew` deals the longer half to the first
-    half of the generators. In `adversarial`, ended lengths predict nothing.
+    half of the generators. With `adversarial`, lengths of ended sequences predict nothing.
     """
     if kind not in get_args(Kind):
         kinds = get_args(Kind)
@@ -94,9 +94,9 @@ def dealt_by(work: Workload, kind: str, num_generators: int) -> Workload:
 
 
 def _adversarial(random: np.random.Generator, count: int, shape: LengthShape) -> Floats:
-    """Draw lengths that mislead predictions from ended ones.
+    """Draw lengths that mislead predictions from ended sequences.
 
-    Nine of ten end within a tenth of the limit, the rest anywhere up to it, every tenth of these at it.
+    Nine of ten end within a tenth of the limit, one of a hundred at the limit, the rest in between.
     """
     shares = random.random(count)
     lengths = random.uniform(1, shape.limit / 10, count)

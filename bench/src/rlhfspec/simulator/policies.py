@@ -147,7 +147,7 @@ def _may_take(snapshot: FleetSnapshot) -> BoolArray:
 
 
 def _levelled(snapshot: FleetSnapshot, surplus: Ints, lack: Ints, have: Ints) -> tuple[Ints, Ints]:
-    """Move sequences from the fullest to the emptiest generators, as many as both allow."""
+    """Move sequences from the fullest to the emptiest generators, as far as `surplus` and `lack` allow."""
     emptiest = np.argsort(have, kind="stable")
     destinations = np.repeat(emptiest, lack[emptiest])
     fullest = np.argsort(-have, kind="stable")
@@ -158,7 +158,7 @@ def _levelled(snapshot: FleetSnapshot, surplus: Ints, lack: Ints, have: Ints) ->
 
 
 def _matched(snapshot: FleetSnapshot, wanted: Ints, sources: Ints, destinations: Ints) -> tuple[Ints, Ints]:
-    """Return each source's sequences with the shortest contexts, one per mention, and their destinations."""
+    """Return the sequences with the shortest contexts, one per entry of `sources`, and their destinations."""
     order = np.lexsort((snapshot.held, snapshot.is_moving, snapshot.generator))
     starts = np.searchsorted(snapshot.generator, np.arange(len(wanted)))
     rank = np.arange(len(order)) - starts[snapshot.generator]  # sorting leaves generators in place

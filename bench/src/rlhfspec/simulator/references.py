@@ -27,7 +27,7 @@ _MOST_EXCHANGES = 2_000
 def ideal_sharing_seconds(scenario: Scenario, work: Workload) -> float:
     """Return the seconds with sequences spread evenly over all generators at every token.
 
-    They are the sum over token index e of step(ceil(alive(e) / N)), plus an equal share of the prefill. Returns nan if
+    This is the sum over token index e of step(ceil(alive(e) / N)), plus an equal share of the prefill. Returns nan if
     rows are too few for all or machines differ.
     """
     count = scenario.num_generators
@@ -48,10 +48,10 @@ def _prompt_tokens(scenario: Scenario, work: Workload) -> int:
 
 
 def clairvoyant_seconds(scenario: Scenario, work: Workload) -> float:
-    """Return the seconds of the best schedule found with all lengths known, or nan if too large.
+    """Return the seconds of the best schedule found with all lengths known, or nan if the stage is too large.
 
     Candidates are simulated: longest first with improvements, on all or fewer engines per host; pulling longest first;
-    and `plan()` with true lengths. Their least is an upper bound of the optimum.
+    and `plan()` with true lengths. The fastest is an upper bound of the optimum.
     """
     if scenario.num_generators * work.num_sequences > _MOST_CELLS:
         return float("nan")
@@ -68,7 +68,7 @@ def clairvoyant_seconds(scenario: Scenario, work: Workload) -> float:
 
 
 def assign(scenario: Scenario, work: Workload, *, engines_used: int) -> Ints:
-    """Return [S] generators, assigned with all lengths known, on `engines_used` of each host."""
+    """Return the generator of each sequence [S], chosen with all lengths known, on `engines_used` per host."""
     busy = 1.0 if scenario.engines_per_host > 1 and engines_used > 1 else 0.0
     per_generator = -(-work.num_sequences // scenario.num_generators)
     t0, c = scenario.curve.fitted(max(min(2 * per_generator, scenario.rows), 2), busy_share=busy)
@@ -85,7 +85,7 @@ def assign(scenario: Scenario, work: Workload, *, engines_used: int) -> Ints:
 
 
 class _Assignment:
-    """Assignment of sequences to generators, each done at t0 * longest + c * sum + prefill."""
+    """Assignment of sequences to generators, which end at t0 * longest + c * sum + prefill."""
 
     def __init__(self, scenario: Scenario, work: Workload, t0: Floats, c: Floats) -> None:
         self.scenario, self.work, self.t0, self.c = scenario, work, t0, c
@@ -106,7 +106,7 @@ class _Assignment:
         return np.asarray(self.t0 * longest + self.c * (self.total + length) + self.prefill + self._prompt(sequence))
 
     def _prompt(self, sequence: int) -> Floats:
-        """Return [N]: the prefill seconds that the sequence would add."""
+        """Return [N]: the prefill seconds that the sequence would add to each generator."""
         is_new = self.has[:, self.work.prompts[sequence]] == 0
         seconds = self.work.prompt_tokens[sequence] * self.scenario.prefill_seconds
         return np.asarray(is_new * seconds if self.scenario.shares_prefixes else np.full(len(self.t0), seconds))

@@ -1,4 +1,4 @@
-"""Inputs and outcomes of a simulated stage, shared by the simulator, its slow twin and the tables.
+"""Inputs and outcomes of a simulated stage, shared by the simulator, its slow reference and the tables.
 
 Time is counted in whole nanoseconds, so that a step's end has one exact value.
 """
@@ -99,7 +99,7 @@ class StageOutcome:
 
     @property
     def num_swings(self) -> int:
-        """Return how often a sequence moved back though nothing had ended at either end since it left."""
+        """Return how often a sequence moved back although no sequence had ended on either generator since."""
         swings = 0
         for out, back in self._returns():
             since, until = out.left_seconds * NANOSECONDS, back.left_seconds * NANOSECONDS
@@ -119,7 +119,7 @@ class StageOutcome:
 
 
 def step_tables(scenario: Scenario, most: int) -> dict[float, list[list[int]]]:
-    """Return step nanoseconds by [slowness][busy neighbours][sequences]."""
+    """Return the nanoseconds of a step by [slowness][busy neighbours][sequences]."""
     neighbours = scenario.engines_per_host - 1
     tables: dict[float, list[list[int]]] = {}
     for factor in {1.0, *(factor for _, factor in scenario.slowness)}:
@@ -132,7 +132,7 @@ Curves = tuple[Floats, Floats]  # [N], [N]: t0 and c
 
 
 def learnt_curves(scenario: Scenario, work: Workload) -> tuple[Curves, Curves]:
-    """Return the curves that generators would learn with all of their host busy, and alone."""
+    """Return the curves that generators would learn with all engines of the host busy, and alone."""
     most = max(min(scenario.rows, 2 * -(-work.num_sequences // scenario.num_generators)), 2)
     slowness = np.ones(scenario.num_generators)
     for generator, factor in scenario.slowness:

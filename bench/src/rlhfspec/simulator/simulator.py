@@ -3,7 +3,7 @@
 All sequences of a generator advance by one token per step, so a sequence ends at a step count known at its start, and
 nothing is computed between events. `tests/twins/simulator.py` does the same one step at a time.
 
-Simultaneous events go by kind, then by number. Generators act between steps; events in mid-step wait for its end.
+Simultaneous events are ordered by kind, then number. Generators act between steps; events in mid-step wait for its end.
 
 Example:
     >>> scenario = Scenario(num_generators=2, curve=PRESETS["t0=2.5c"])
@@ -39,7 +39,7 @@ def simulate(
     order: Ints | None = None,
     records: bool = False,
 ) -> StageOutcome:
-    """Simulate one stage, with prompts in `order`; `records` also keeps the timeline."""
+    """Simulate one stage, with sequences started in `order`; `records` also keeps the timeline."""
     return _Simulation(scenario, work, policy, order, records).run()
 
 
@@ -150,7 +150,7 @@ class _Simulation(SimulatorState):
         return stall
 
     def _held(self, sequence: int) -> int:
-        """Return the tokens in KV of a sequence that is not running."""
+        """Return the number of tokens in the KV of a sequence that is not running."""
         generated = int(self.work.lengths[sequence] - self.remaining[sequence])
         return generated + self.prompt_tokens[sequence] if generated else 0
 
@@ -215,7 +215,7 @@ class _Simulation(SimulatorState):
         return self.prompt_tokens[sequence] * self.prompt_ns
 
     def _go_on(self, generator: int, now: int, stall: int) -> None:
-        """Begin the next step and schedule the event at which a sequence ends."""
+        """Begin the next step and schedule the next end of a sequence."""
         self.version[generator] += 1
         self.next_event[generator] = -1
         self.begun[generator] = now

@@ -1,7 +1,7 @@
 """Step times by number of sequences B, for the simulator. `curve.py` has the online estimates.
 
 A curve is `t0 + c*B` or a table of points joined by straight lines. Engines of one host share memory bandwidth, so a
-curve has two ends: alone, and with all neighbours busy.
+curve has two extremes: alone, and with all neighbours busy.
 
 Example:
     >>> curve = StepCurve.affine(step_seconds=0.008, sequence_seconds=0.0005)
@@ -23,7 +23,7 @@ from rlhfspec.errors import InvalidRequest, did_you_mean
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCurve:
-    """Seconds of a step that gives each of B sequences one token, at the points `num_sequences`."""
+    """Seconds of a step in which B sequences get one token each, given at the points `num_sequences`."""
 
     name: str
     num_sequences: tuple[int, ...]
@@ -38,7 +38,7 @@ class StepCurve:
 
     @classmethod
     def measured(cls, name: str, rates: dict[int, tuple[float, float]]) -> StepCurve:
-        """Create a curve from tokens per second (neighbours idle, busy) by number of sequences."""
+        """Create a curve from `rates`: tokens per second with neighbours (idle, busy), by number of sequences."""
         points = tuple(sorted(rates))
         alone = tuple(count / rates[count][0] for count in points)
         busy = tuple(count / rates[count][1] for count in points)
@@ -48,7 +48,7 @@ class StepCurve:
         return float(self.table(count, busy_share=busy_share)[count])
 
     def table(self, most: int, *, busy_share: float = 0.0) -> Floats:
-        """Return [most + 1] seconds of a step with 0, 1, ... sequences; the first is 0."""
+        """Return [most + 1]: the seconds of a step with 0, 1, ... sequences; the first entry is 0."""
         counts = np.arange(most + 1)
         mixed = (1.0 - busy_share) * np.array(self.alone) + busy_share * np.array(self.busy)
         seconds = np.interp(counts, self.num_sequences, mixed)

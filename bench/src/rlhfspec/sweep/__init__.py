@@ -1,1 +1,1 @@
-"""Check of all model classes of transformers and variants: right in every bit, or refused by name."""
+"""Check that all model classes of transformers and their variants are bit-exact, or refused by name."""

@@ -88,6 +88,6 @@ def _loaded_in_bfloat16(model: Any) -> Any:
 
 
 def _plain_log_probs(model: Any, row: list[int]) -> torch.Tensor:
-    """Return [t] log-probs of all tokens but the first, by Hugging Face in eager mode."""
+    """Return [t] log-probs of all tokens but the first, by Hugging Face with eager attention."""
     with attending(model, "eager"):
         return torch.tensor(log_probs_reference(model, row[:1], row[1:], 1.0))

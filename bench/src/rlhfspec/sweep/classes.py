@@ -176,7 +176,7 @@ def _fields(kind: Any) -> dict[str, Any]:
 
 
 def tiny_model(config: PreTrainedConfig, *, seed: int = 0) -> Any:
-    """Return a float32 model in evaluation mode whose every part shows in the logits."""
+    """Return a float32 model in evaluation mode in which every part affects the logits."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
         copy.deepcopy(config), dtype=torch.float32, attn_implementation="eager"
@@ -239,7 +239,7 @@ def _changes(plain: Any, activations: tuple[str, ...]) -> Iterator[tuple[str, di
 
 
 def _windows(fields: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield windows in every layer, and in every second one where layers have kinds."""
+    """Yield (name, fields) with windows in every layer, and in every second one if layers have types."""
     if "sliding_window" not in fields:
         return
     extra = {"use_sliding_window": True, "max_window_layers": 1} if "use_sliding_window" in fields else {}
@@ -261,7 +261,7 @@ def _ropes(fields: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _with_rope(plain: dict[str, Any], kind: str, parameters: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-    """Return RoPE parameters of the kind, in every kind of layer that has its own."""
+    """Return RoPE parameters of the kind, for each layer type if layer types have their own."""
     if any(isinstance(value, dict) for value in plain.values()):
         return {
             name: _with_rope(value, kind, parameters, fields) if isinstance(value, dict) else value

@@ -83,7 +83,7 @@ def _other_rows(types: dict[str, list[Judged]]) -> Iterator[str]:
 
 
 def _reasons(variants: Iterable[Judged]) -> Iterator[str]:
-    """Yield a row for each variant and kind of verdict, with the reason of one type."""
+    """Yield one row per variant and verdict, with the reason that one example type gave."""
     groups: defaultdict[tuple[str, Kind], list[Judged]] = defaultdict(list)
     for each in variants:
         groups[each.case.variant, each.verdict.kind].append(each)

@@ -1,6 +1,6 @@
-"""Verdict on one model: the engine in all its ways against an oracle that shares no code with it.
+"""Verdict on one model: the engine in all its modes against an oracle that shares no code with it.
 
-The oracle (`rlhfspec.engine.oracle`) runs plain Hugging Face in eager mode, the whole prefix anew for each token. A
+The oracle (`rlhfspec.engine.oracle`) runs plain Hugging Face with eager attention, the whole prefix for each token. A
 model is *right* when
 
 - tokens and log-probs are the oracle's, to 1e-5; where float32 rounding is larger, at most twice as far from float64 as
@@ -148,7 +148,7 @@ class _Judge:
     # ---- the engine -------------------------------------------------------------------------------------------------
 
     def check_ways(self, alone: Samples) -> Samples:
-        """Check that all ways agree, and return the samples in bfloat16."""
+        """Check that all modes agree bit for bit, and return the samples in bfloat16."""
         draft = {"speculation": _TREE, "num_threads": 2}
         drafted = self.engine(draft=perturbed(self.make(), 0.1), prefill_chunk=11, **draft)
         check_same("together, with trees and two threads", alone, together(drafted, self.requests))
@@ -162,7 +162,7 @@ class _Judge:
 
     @torch.inference_mode()
     def _check_oracle(self, samples: Samples) -> float:
-        """Check the samples, and return the largest difference of a log-prob."""
+        """Check the samples against the oracle, and return the largest log-prob difference."""
         for sample in samples.values():
             if sample.error:
                 raise Wrong(sample.error)
@@ -207,7 +207,7 @@ class _Judge:
             raise Wrong(f"the trainer's log-probs differ by {difference:.1e}")
 
     def _check_shared(self, samples: Samples) -> None:
-        """Compare shared prompts with a copy for each answer."""
+        """Compare responses that share a prompt with responses that each have a copy."""
         problem = self._shared_problem(samples, torch.float32)
         if problem and (problem := self._shared_problem(samples, torch.float64)):
             raise Wrong(f"answers that share their prompt have other {problem}")
@@ -227,7 +227,7 @@ class _Judge:
         return TorchForward(model, 1.0)
 
     def _check_positions(self, vocab_size: int) -> Band:
-        """Return the worst band in bfloat16 of the first row that passes; one row may be unlucky."""
+        """Return the worst bfloat16 band of the first row that passes; one row may fail by bad luck."""
         num_tokens = self._longest()
         for seed in range(_ROWS):
             bands = judge_positions(self.make, num_tokens=num_tokens, vocab_size=vocab_size, seed=seed)
@@ -237,7 +237,7 @@ class _Judge:
         raise Wrong(f"the trainer's log-probs in bfloat16 are {worst}")
 
     def _longest(self) -> int:
-        """Return the tokens of a row for which RoPE turns by the same angles as in other samples."""
+        """Return the length of the long row, for which RoPE must use the same angles as for short ones."""
         model = self.make()
         longest = within_positions(model, self.long_row)
         try:
@@ -267,7 +267,7 @@ class _Judge:
         self._check_lora()
 
     def _check_gradients(self, exact: ExactForward, batch: PackedRow) -> None:
-        """Compare gradients, also of perturbed models because rounding decides at activations' corners."""
+        """Compare gradients, again with perturbed models if they differ, because rounding matters at kinks."""
         problem = self._gradient_problem(exact, batch, seed=0)
         for seed in (1, 2):
             if problem:
@@ -281,7 +281,7 @@ class _Judge:
             raise Wrong(problem)
 
     def _shared_gradient_problem(self, samples: Samples, dtype: torch.dtype) -> str:
-        """Compare gradients relative to the largest of all, because some are only rounding."""
+        """Return the first difference of gradients, relative to the largest because some are only rounding."""
         copies, shared = (_gradients(self._in(dtype), batch) for batch in _siblings(samples))
         largest = max(float(gradient.abs().max()) for gradient in copies.values())
         for name, gradient in copies.items():
@@ -291,7 +291,7 @@ class _Judge:
         return ""
 
     def _gradient_problem(self, exact: ExactForward, batch: PackedRow, *, seed: int) -> str:
-        """Compare gradients with torch's; float64 decides where they differ by 1e-4 of the largest."""
+        """Return the first difference from torch's gradients; float64 decides on differences over 1e-4."""
 
         def torchs(dtype: torch.dtype) -> dict[str, torch.Tensor]:
             return _gradients(self._in(dtype, seed=seed), batch)
@@ -346,7 +346,7 @@ class _QuickJudge(_Judge):
 
 
 def _plain(model: Any) -> Any:
-    """Return the model with Hugging Face's own code in eager mode."""
+    """Return the model with Hugging Face's own code and eager attention."""
     model.set_attn_implementation("eager")
     use_eager_experts(model)
     return model
@@ -371,7 +371,7 @@ def _packed(samples: Samples) -> PackedRow:
 
 
 def _siblings(samples: Samples) -> tuple[PackedRow, PackedRow]:
-    """Return every prompt with answers of several lengths: copied for each, and shared."""
+    """Return every prompt with responses of several lengths: copied for each, and shared."""
     answers = [list(sample.token_ids) for sample in samples.values()]
     answers = [answers[0], answers[-1][:1], answers[-1][::-1][: len(answers[-1]) // 2 + 1]]
     prompts = [sample.prompt_token_ids for sample in samples.values() for _ in answers]
@@ -391,7 +391,7 @@ def _gradients(forward: TorchForward, batch: PackedRow) -> dict[str, torch.Tenso
 
 
 def _update_targets(policy: Any) -> list[str]:
-    """Return names used only by linear layers of the decoder."""
+    """Return module names used only by linear layers of the decoder."""
     head = policy.get_output_embeddings()
     linear, other = set[str](), {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}  # of experts too
     for path, module in policy.named_modules():

@@ -34,7 +34,7 @@ def together(
 
 
 def preempt(engine: Engine, step: int) -> None:
-    """Preempt one sequence at every third step, for `together`."""
+    """Preempt one sequence at every third step; an `every_step` of `together`."""
     if step % 3 == 0 and engine.scheduler.running:
         engine.preempt(engine.scheduler.running[step % len(engine.scheduler.running)].request.id)
 

@@ -81,7 +81,7 @@ def supports(isa: str) -> bool:
 
 
 def best_isa() -> str | None:
-    """Return the instruction set of the general kernels: RLHFSPEC_ISA, else this CPU's best, or None."""
+    """Return the instruction set of the general kernels: RLHFSPEC_ISA, else this CPU's best, or None if it has none."""
     forced = os.environ.get("RLHFSPEC_ISA")
     if forced is None:
         return next((isa for isa in GENERAL_ISAS if supports(isa)), None)

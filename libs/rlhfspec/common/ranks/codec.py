@@ -112,7 +112,7 @@ def gather(value: Any, group: Any, num_ranks: int) -> list[Any]:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes on the host, as gloo does not know every type."""
+    """Return a tensor's bytes on the host, because gloo does not know every type."""
     if not tensor.numel():  # torch cannot view it as bytes
         return torch.empty(0, dtype=torch.uint8)
     return tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8)

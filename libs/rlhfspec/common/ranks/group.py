@@ -30,12 +30,12 @@ class Ranks:
 
     @property
     def sharing(self) -> Ranks:
-        """Return the ranks that share weights and micro-batches: all, unless layers are cut."""
+        """Return the ranks that share weights and micro-batches: all, unless layers are cut by tensor parallelism."""
         return self.data or self
 
     @property
     def has_the_whole_layer(self) -> bool:
-        """Return whether this rank keeps the state that a layer's ranks have alike."""
+        """Return whether this rank is the one that keeps state which is equal on all ranks of a layer."""
         return self.tensor is None or self.tensor.rank == 0
 
     def mine(self, micro_batches: list[list[int]]) -> list[list[int]]:
@@ -51,7 +51,7 @@ class Ranks:
         return [value] if self.num_ranks == 1 else codec.gather(value, self.host, self.num_ranks)
 
     def gather_of_micro_batches(self, value: Any) -> list[Any]:
-        """Return the value of each sharing rank."""
+        """Return the values of the ranks in `sharing`, in rank order."""
         return self.gather(value)[:: self.tensor.num_ranks if self.tensor else 1]
 
     def broadcast(self, value: Any = None, *, source: int = 0) -> Any:

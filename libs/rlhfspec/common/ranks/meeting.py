@@ -1,4 +1,4 @@
-"""Meeting of ranks: a process joins its set and gets its process groups."""
+"""Meeting of ranks: a process joins the others and gets its process groups."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def joined(
 ) -> Iterator[Ranks]:
     """Join the ranks of the environment, or only this process if there are none.
 
-    `timeout_seconds` is for one exchange, `silence_seconds` for rank 0's next command, `tell_seconds` for a log
-    line.
+    `timeout_seconds` limits one exchange, `silence_seconds` the wait for rank 0's next command. A join that takes
+    `tell_seconds` is logged.
     """
     told = rank_told(os.environ)
     if told.num_ranks == 1:
@@ -71,7 +71,7 @@ def joined(
 def _host_group(
     told: RankTold, timeout: timedelta, members: Sequence[int] | None = None, *, patience: timedelta | None = None
 ) -> Any:
-    """Create a host group of `members` (default: all). `patience`: timeout of later exchanges."""
+    """Create a gloo group of `members` (default: all); `patience` replaces `timeout` for later exchanges."""
     members = range(told.num_ranks) if members is None else members
     group = dist.new_group(list(members), timeout=patience or timeout, backend="gloo")
     if told.rank in members:
@@ -80,7 +80,7 @@ def _host_group(
 
 
 def _cutting(ranks: Ranks, told: RankTold, tensor_parallel: int, timeout: timedelta, device: torch.device) -> Ranks:
-    """Add the groups that cut layers (rows) and that share the parts by FSDP2 (columns)."""
+    """Add the tensor-parallel groups (rows), and the FSDP2 groups of ranks with the same part (columns)."""
     rows = torch.arange(ranks.num_ranks).reshape(-1, tensor_parallel)
 
     def group_of(sets: list[list[int]]) -> Ranks:
@@ -134,7 +134,7 @@ def _on_loopback(is_local: bool) -> Iterator[None]:
 
 
 def _group_of(device: torch.device) -> dict[str, Any]:
-    """Set the current device and return the process group's arguments."""
+    """Set the current device, and return the arguments of `init_process_group` for it."""
     if device.type == "cpu":
         return {"backend": "gloo"}
     module: Any = torch.get_device_module(device)

@@ -1,4 +1,4 @@
-"""Rendezvous store of ranks, sealed with their secret, as torch's TCPStore is open to all.
+"""Rendezvous store of ranks, sealed with their secret, because torch's TCPStore is open to all.
 
 Keys are HMACs, and values are encrypted for their key. Keep a reference to the store, which torch does not hold.
 """

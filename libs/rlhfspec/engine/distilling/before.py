@@ -30,7 +30,7 @@ def distil(
     is_over: Callable[[], bool],
     said: Callable[[LearningReport], object],
 ) -> LearningReport:
-    """Generate completions in rounds under new seeds, learning between rounds, until a limit or `is_over`."""
+    """Generate completions in rounds under new seeds, learning in between, until a limit is reached or `is_over()`."""
     end = time.monotonic() + limit.seconds
     waiting = _requests(prompts, params)
     learning = engine.abilities.learning

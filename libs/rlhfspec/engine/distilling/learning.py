@@ -99,7 +99,7 @@ class DraftLearning:
         self.budget.recorded(seconds=time.perf_counter() - began, num_tokens=first)
 
     def _chosen(self, rows: list[int], kept: IntArray) -> list[int]:
-        """Return the sequences to record: those with an open lesson, then others that may begin one."""
+        """Return indices of the sequences to record: those with an open lesson, then others that may begin one."""
         known, within = self._recorder.rows, self._recorder.within
         chosen = [s for s, row in enumerate(rows) if row in within and kept[s]]
         for s, row in enumerate(rows):
@@ -113,7 +113,7 @@ class DraftLearning:
         return self.budget.may_record(num_lessons * LONGEST_LESSON) and not self._ring.is_full_of_fresh
 
     def stepped(self, seconds: float, num_tokens: IntArray, drafter: str | None, *, has_finished: bool) -> None:
-        """Record a step's new tokens per decoding sequence. Learn if due, unless a finished sequence waits."""
+        """Record the number of new tokens per decoding sequence. Learn if due, unless a finished sequence waits."""
         self._noted.append((seconds, num_tokens, drafter))
         self._noted_seconds += seconds
         if self._noted_seconds >= _WATCH_SECONDS:
@@ -203,7 +203,7 @@ _: type[Learning] = DraftLearning  # mypy checks the protocol
 
 
 def _labels(logits: torch.Tensor, places: list[Indices], temperatures: list[float]) -> tuple[IntArray, FloatArray]:
-    """Return the likeliest tokens and their log-probs [n, K] in these logits rows, one temperature per list."""
+    """Return the likeliest tokens and their log-probs [n, K] in these logits rows, with one temperature per list."""
     index = torch.from_numpy(np.concatenate(places)).to(logits.device)
     lengths = [len(place) for place in places]
     each = torch.from_numpy(np.repeat(np.asarray(temperatures, np.float32), lengths)).to(logits.device)

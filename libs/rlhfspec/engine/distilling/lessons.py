@@ -29,7 +29,7 @@ class Lesson:
 
 
 class LessonRing:
-    """Ring of the newest lessons, each taken up to `passes` times. Below half full none repeats, to avoid overfitting.
+    """Ring of the newest lessons, each taken up to `passes` times. None repeats below half full, to avoid overfitting.
 
     >>> ring = LessonRing(most_tokens=4, passes=2)
     >>> def lesson(n): return Lesson(tokens=np.zeros(n + 1, np.int32), label_ids=np.zeros((n, 2), np.int32),
@@ -102,7 +102,7 @@ class LessonRecorder:
         self.within: set[int] = set()  # rows with an open lesson that has room
 
     def start(self, row: int, temperature: float) -> None:
-        """Record the sequence that took the row, if few others are recorded."""
+        """Start recording the sequence that took the row, if few others are being recorded."""
         if len(self.rows) < _MOST_ROWS:
             self.rows[row] = _Recording(temperature)
 

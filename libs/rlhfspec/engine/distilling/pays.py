@@ -18,7 +18,7 @@ _GAIN_KEPT = 0.6  # weight of the old estimate at every evaluation
 class LearningBudget:
     """Budget of learning time: a `share` of step time besides idle time, or (None) while savings exceed the cost.
 
-    Savings assume that g accepted tokens now were g * a0 / a1 at first, with agreement a0 at first and a1 now.
+    Savings assume that g accepted tokens would have been g * a0 / a1 at first, with agreement a0 then and a1 now.
 
     >>> budget = LearningBudget(share=None)
     >>> budget.stepped(seconds=30.0, drafted_seconds=30.0, num_tokens=np.array([3, 2, 4]))
@@ -84,7 +84,7 @@ class LearningBudget:
         self._busy_spent += 0.0 if idle else seconds
 
     def recorded(self, *, seconds: float, num_tokens: int = 0) -> None:
-        """Account for labelling `num_tokens` tokens in an engine step, or (0) for storing a lesson."""
+        """Account for labelling `num_tokens` tokens in an engine step, or for storing a lesson (0 tokens)."""
         self._seconds += seconds
         self._busy_spent += seconds
         if num_tokens:

@@ -114,7 +114,7 @@ class AcceptanceModel:
         return _chance(log_odds.take(group * _FINE + fine) + shift).astype(np.float32)
 
     def curves(self, drafter: str, rows: IntArray) -> tuple[Floats, Floats]:
-        """Return flat log-odds by depth, rank and gap (steps of 1/8), and row shifts."""
+        """Return the flattened table of log-odds by depth, rank and gap (steps of 1/8), and the rows' shifts."""
         book = self._book(drafter)
         return book.log_odds, book.shift_of(rows)
 

@@ -33,7 +33,7 @@ def best_nodes(path_acceptance: FloatArray, num_nodes: int, ranked: FloatArray |
 
 
 def worth_by_room(forest: Forest, room: IntArray) -> FloatArray:
-    """Weight each node's acceptance by its sequence's remaining room, to keep batches large."""
+    """Weight nodes' acceptance by their sequences' room, so that sequences end together and batches stay large."""
     mean = room.mean() if len(room) else 0.0
     if mean <= 0.0 or (room == room[0]).all():
         return forest.path_acceptance
@@ -49,7 +49,7 @@ def descending(values: FloatArray) -> FloatArray:
 
 @lru_cache(maxsize=4096)
 def budgets(limit: int) -> npt.NDArray[np.int64]:
-    """Return the node counts to evaluate: every one, or an even grid of many.
+    """Return the node counts to evaluate: all up to `limit`, or an even grid if there are many.
 
     >>> budgets(5).tolist(), len(budgets(900))
     ([0, 1, 2, 3, 4, 5], 49)

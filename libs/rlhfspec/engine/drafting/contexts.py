@@ -1,6 +1,6 @@
 """Index of the tokens that followed contexts of 16, 8, 4 and 2 tokens in growing texts.
 
-A shorter context shares the remaining probability. A hash collision costs a bad guess, never a wrong token.
+Probability that a longer context leaves is distributed by the next shorter one. A hash collision only costs speed.
 
 >>> index = ContextIndex()
 >>> index.add((1, 2, 3, 1, 2, 3, 1, 2), start=0)

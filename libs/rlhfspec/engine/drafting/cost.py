@@ -40,7 +40,7 @@ def host_kind(drafter: str | None) -> str:
 
 
 class CostTable:
-    """Piecewise linear seconds by rows, times `factor`, which follows real over predicted time."""
+    """Piecewise linear seconds by rows, times `factor`, which tracks the ratio of real to predicted time."""
 
     __slots__ = ("factor", "knots", "num_seen", "per_kv", "rows")
 
@@ -115,7 +115,7 @@ class CostModel:
     ) -> CostModel:
         """Measure target and drafters over a grid of rows: the convex minimum of interleaved repetitions.
 
-        `kv_tokens_per_row` adds a long context, to price a context token.
+        `kv_tokens_per_row` adds a long context, to measure the cost of a context token.
         """
         grid = tuple(row_grid)
         kinds = [TARGET, *(draft_kind(name, first=first) for name in drafters for first in (True, False))]
@@ -134,7 +134,7 @@ class CostModel:
         return cls(tables)
 
     def table(self, kind: str, *, keep: bool = True) -> CostTable:
-        """Return the table of a kind, or a guess if unmeasured, which `keep` stores."""
+        """Return the table of a kind. An unmeasured one is guessed, and with `keep` stored."""
         if kind not in self.tables:
             family = kind.partition(":")[0]
             if family not in _GUESSES:
@@ -151,7 +151,7 @@ class CostModel:
         return self.table(host_kind(drafter)).seconds(num_sequences)
 
     def plain_seconds(self, num_sequences: int, num_prefill_rows: int, kv_tokens: int) -> float:
-        """Return the seconds of a step without drafts, excluding prefill rows, which are owed anyway."""
+        """Return the seconds of a step without drafts, excluding prefill rows, which must run anyway."""
         target = self.table(TARGET).seconds(num_sequences + num_prefill_rows, kv_tokens)
         return target - self.owed_seconds(num_prefill_rows) + self.host_seconds(None, num_sequences)
 

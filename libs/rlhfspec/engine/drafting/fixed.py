@@ -34,7 +34,7 @@ def static_grid(drafters: Iterable[str]) -> dict[str, DraftPlan]:
 
 
 class FixedSelector:
-    """Selector of one plan, keeping all nodes or the batch's best `plan.max_nodes` per sequence."""
+    """Selector that always uses one plan, keeping all nodes or the batch's best `plan.max_nodes` per sequence."""
 
     def __init__(
         self, plan: DraftPlan, *, costs: CostModel | None = None, acceptance: AcceptanceModel | None = None

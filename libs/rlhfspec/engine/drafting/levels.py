@@ -24,7 +24,7 @@ class LevelTerms:
 
 
 class PayingLevel:
-    """Level rule that adds a level only if its tokens pay for drafting and verification.
+    """Level rule that adds a level only if its expected tokens are worth the time of drafting and verification.
 
     >>> flat, level = CostTable([1, 100], [0.01, 0.01]), CostTable([1, 100], [0.001, 0.001])
     >>> rule = PayingLevel(LevelTerms(flat, level, tokens_per_second=100.0, success=0.8, verified_rows=2))

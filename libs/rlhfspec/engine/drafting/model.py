@@ -78,18 +78,18 @@ class DraftEngine(Protocol):
     def grow(
         self, batch: DraftBatch, plan: DraftPlan, roots: Roots, curves: tuple[Floats, Floats], terms: LevelTerms | None
     ) -> GrownTrees | None:
-        """Run all levels (without `terms`: unconditionally) in one native call; return None if there is none."""
+        """Run all levels in one native call (without `terms`: unconditionally), or return None if unsupported."""
         ...
 
     def keep(self, batch: DraftBatch, expanded: Expanded, new_lengths: IntArray) -> bool:
-        """Run `keep_drafted` in one native call; return False if there is none."""
+        """Run `keep_drafted` in one native call, or return False if unsupported."""
         ...
 
     def prefix_computed(self, row: int) -> None: ...
 
 
 class ModelDrafter:
-    """Drafter that grows trees level by level with a draft model, while another level pays."""
+    """Drafter that grows trees level by level with a draft model, while another level is worthwhile."""
 
     name = "model"
 
@@ -321,7 +321,7 @@ class _Tree:
 
 
 def _num_candidates(plan: DraftPlan) -> int:
-    """Return at least 2: acceptance is predicted from the best candidate's lead over the second."""
+    """Return the number of candidates: at least 2, because the best one's lead predicts acceptance."""
     return max(plan.branch, 2)
 
 

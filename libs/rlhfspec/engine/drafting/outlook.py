@@ -1,4 +1,4 @@
-"""Expected tokens per second of every plan: corrected promises of its last forests, over predicted costs."""
+"""Expected tokens per second of every plan: corrected predictions from its last forests, over predicted costs."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class DraftOutlook:
         return self._of[plan].success
 
     def learn_forest(self, plan: DraftPlan, forest: Forest, num_sequences: int) -> None:
-        """Learn from a proposed forest; well-known plans use one in four, because sorting takes time."""
+        """Learn from a proposed forest. Well-known plans learn from one in four, because sorting takes time."""
         prospect = self._of.get(plan)
         if prospect is not None and (prospect.num_used <= _EARLY_USES or prospect.num_used % _LEARN_EVERY == 0):
             prospect.learn(forest, num_sequences)

@@ -59,7 +59,7 @@ class AdaptiveSelector:
         return self._rule
 
     def budget(self, plan: DraftPlan, state: BatchState, forest: Forest, draft_seconds: float) -> DraftChoice:
-        """Keep N* = argmax_N (B + S(N)) / (draft + host + target(B + prefill + N) - target(prefill)) nodes."""
+        """Keep the best N nodes, maximizing (B + S(N)) / (draft + host + target(B + prefill + N) - target(prefill))."""
         started = perf_counter()
         num_sequences = len(state.rows)
         rows = num_sequences + state.num_prefill_rows

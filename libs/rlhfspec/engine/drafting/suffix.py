@@ -110,7 +110,7 @@ class SuffixDrafter:
             self._sequences[row].length = length
 
     def reset(self) -> None:
-        """Keep the index: older text is as good a guess under new weights."""
+        """Keep the index, because text of older weights is still a good guess."""
 
     def clear(self) -> None:
         for key in self._idle:
@@ -252,7 +252,7 @@ class _Draft:
 
 
 def _children(tokens: tuple[int, ...], scores: Sequence[float], log_rest: float) -> list[_Child]:
-    """Return the best candidates under the noise. Unseen tokens compete too, bounding the best one's lead.
+    """Return the best candidates under the noise. Unseen tokens compete too, which bounds the best one's lead.
 
     >>> [(token, round(gap, 2)) for token, gap, _ in _children((5, 6), (-2.0, -0.5), -1.5)]
     [(6, 1.0), (5, 1.5)]

@@ -38,7 +38,7 @@ class Chunks:
 
     @classmethod
     def of(cls, meta: AttentionMeta, *, least_rows: int, most_keys: int) -> Chunks | None:
-        """Return the runs from the first long one on; None if there is none, a tree follows, or keys are too many."""
+        """Return the runs from the first long one on; None if none is long, a tree follows, or keys are too many."""
         rows, context, slots, extra = (
             np.asarray(each) for each in (meta.table_rows, meta.context_lens, meta.slots, meta.extra)
         )
@@ -109,7 +109,7 @@ class ChunkedMeta(AttentionMeta):
 
 
 def _hidden(starts: Any, lengths: Any, window: int | None) -> Any:
-    """Return how many leading positions no row of each chunk sees."""
+    """Return, for each chunk, the number of leading positions that none of its rows sees."""
     if window is None:
         return 0 * lengths
     return (lengths - (starts[1:] - starts[:-1]) + 1 - window).clip(0)

@@ -35,7 +35,7 @@ class GraphedForward:
         self._tables: dict[tuple[int, ...], torch.Tensor] = {}  # by shape: one for all graphs
 
     def __call__(self, tokens: IndexArray, positions: IndexArray, meta: AttentionMeta) -> torch.Tensor | None:
-        """Return hidden states [1, bucket, hidden], valid in the first N rows; None beyond the buckets."""
+        """Return hidden states [1, bucket, hidden], valid in the first N rows; None if no bucket is large enough."""
         rows, depth = len(tokens), meta.extra.shape[1]
         if rows > ROW_BUCKETS[-1] or depth > EXTRA_BUCKETS[-1]:
             return None

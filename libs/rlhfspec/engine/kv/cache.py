@@ -178,7 +178,7 @@ class SlotTable:
             self._changed.append(rows.astype(np.int64) * self.slots.shape[1] + places)
 
     def take_changed(self) -> tuple[IntArray, IntArray]:
-        """Return places and values of the flat table changed since the last call; at first, all."""
+        """Return flat indices and values of the entries changed since the last call, at first of all entries."""
         if self._changed is None:
             self._changed = [np.arange(self.slots.size)]
         places = np.unique(np.concatenate(self._changed)) if self._changed else np.empty(0, np.int64)

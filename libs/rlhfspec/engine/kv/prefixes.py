@@ -46,7 +46,7 @@ class Prefixes:
             self.pool.register(prefix.tail_hash, sequence.blocks[len(prefix.hashes)])
 
     def tails(self, found: Found) -> list[tuple[KVSpace, int]]:
-        """Return the KV spaces that hold the tail. Call it before allocating blocks, which may take it."""
+        """Return the KV spaces that hold the tail. Call it before allocating blocks, which may evict the tail."""
         if found.tail is None:
             return []
         self.pool.touch(found.tail)

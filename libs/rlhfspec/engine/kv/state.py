@@ -122,7 +122,7 @@ class KVSpace:
 
 
 class SharedSpace:
-    """View of the target's KV for a drafter that shares it, writing only behind the verified tokens."""
+    """View of the target's KV for a drafter that shares it, writing only after the verified tokens."""
 
     def __init__(self, target: KVSpace, runner: ModelRunner) -> None:
         self.runner = runner

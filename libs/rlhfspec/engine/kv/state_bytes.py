@@ -1,6 +1,6 @@
 """Serialization of moving sequences: a JSON header, raw arrays, and a checksum of both.
 
-    "RLHFMOVE" | length of the header, uint32 | header | arrays, one behind the other | xxh3_64 of all before
+    "RLHFMOVE" | length of the header, uint32 | header | concatenated arrays | xxh3_64 of all before
 
 Reading executes no code. KV sent separately is left out (`has_kv=False`) and passed to `from_bytes` without a copy.
 

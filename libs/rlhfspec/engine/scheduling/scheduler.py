@@ -132,7 +132,7 @@ class Scheduler:
                     self.preempt(self.running[-1])
 
     def make_tree_room(self, decode_rows: IntArray, slots_wanted: int) -> None:
-        """Add free blocks for tree nodes. Speculation drops kept prompts, but never evicts a sequence."""
+        """Add free blocks for tree nodes, dropping cached prompts if necessary but never evicting a sequence."""
         table = self.state.target.table
         short = table.capacity[decode_rows] - self.rows.lengths[decode_rows] < slots_wanted
         if not short.any():
@@ -247,7 +247,7 @@ class Scheduler:
                 self.pool.register(prefix_hash, block)
 
     def keep_promises(self, sequence: Sequence) -> None:
-        """Discard KV behind a promised block that a sibling did not fill."""
+        """Discard KV from the first promised block that a sibling did not fill."""
         for space, num_blocks in zip(self.state.spaces, sequence.num_promised, strict=True):
             filled = space.num_filled(sequence.blocks[:num_blocks])
             if filled < num_blocks:
@@ -305,7 +305,7 @@ class Scheduler:
 
     @property
     def _holders(self) -> list[Sequence]:
-        """Return sequences that hold blocks without a row, in the order of losing them."""
+        """Return sequences that hold blocks without a row, in the order in which they lose them."""
         return [each for each in (*self.staying.values(), *reversed(self.waiting)) if each.resting]
 
     @property

@@ -61,7 +61,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens when the sequence last left its row (running: `RowTable.lengths`)."""
+        """Return the number of tokens when the sequence last left its row (while running: `RowTable.lengths`)."""
         return len(self.generated.token_ids)
 
     def complete(self, reason: FinishReason, *, error: str = "", text: str | None = None) -> Completion:

@@ -29,7 +29,7 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyBatch:
-    """Rows of one forward. Logits are wanted of roots [B], ends of completed prompts [F], and tree nodes [M]."""
+    """Rows of one forward. Logits are computed for roots [B], ends of completed prompts [F], and tree nodes [M]."""
 
     tokens: IntArray  # [N]
     positions: IntArray  # [N]
@@ -88,7 +88,7 @@ def lay_out(state: EngineState, schedule: StepRows, forest: Forest, node_index: 
 
 
 def _finishing(rows: RowTable, schedule: StepRows) -> tuple[IntArray, IntArray]:
-    """Return the rows whose chunk completes their tokens, and the index of its last one among chunk tokens."""
+    """Return the rows whose chunk completes their tokens, and each chunk's last index among the chunk tokens."""
     ends = schedule.prefill_starts + schedule.prefill_counts
     complete = ends == rows.lengths[schedule.prefill_rows]
     last_of_chunk = np.cumsum(schedule.prefill_counts) - 1

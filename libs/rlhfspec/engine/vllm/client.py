@@ -1,4 +1,4 @@
-"""vLLM engine. Sequences are kept here and run in a child process, restarted if it dies. Torch-free."""
+"""vLLM engine. Sequences are kept here and run in a child process, which is restarted if it dies. Torch-free."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _NOT_FINITE = "logits: the model gave NaN or infinity for this sequence"
 
 
 class VllmEngine:
-    """Engine backed by vLLM. `ahead_seconds` (decoding time per answer) doubles while no request arrives."""
+    """Engine backed by vLLM. `ahead_seconds`: decoding time per reply of the child, doubled while no request comes."""
 
     weights_version: int = 0
 
@@ -176,7 +176,7 @@ class VllmEngine:
         return self._report(began, finished, answer, self._num_generated - num_before)
 
     def _ahead(self, *, is_asked: bool) -> float:
-        """Return the decoding seconds until the next answer: short after a request or with stop strings."""
+        """Return the seconds to decode before the next reply: few after a request or with stop strings."""
         if is_asked or any(each.request.params.stop for each in self._sequences.values()):
             self._next_ahead_seconds = self._ahead_seconds
         seconds = self._next_ahead_seconds

@@ -19,7 +19,7 @@ _HAS_VLLM = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm
 
 
 def find_python(given: str | None, environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the first Python with vLLM, or None. A named one is the only candidate."""
+    """Return the first Python with vLLM, or None. If one is named, no other is tried."""
     named = given or environment.get(VARIABLE)
     if named is not None:
         return Path(named) if _has_vllm(Path(named)) else None

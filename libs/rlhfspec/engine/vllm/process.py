@@ -44,7 +44,7 @@ class VllmEnded(RLHFSpecError):
 
 
 class VllmProcess:
-    """Child process of vLLM that ends with this one. `orders` are sent at each start. Not thread-safe."""
+    """Child process that runs vLLM and ends with its parent. `orders`: commands sent at each start. Not thread-safe."""
 
     def __init__(self, python: Path, orders: dict[str, dict[str, Any]], environment: dict[str, str]) -> None:
         self._python = python.absolute()  # the child starts in another folder
@@ -58,7 +58,7 @@ class VllmProcess:
         return None if self._process is None else self._process.pid
 
     def start(self) -> dict[str, Any]:
-        """Start the child and return its merged answers to `orders`. Raise InvalidRequest for user errors."""
+        """Start the child and return its merged replies to `orders`. Raise InvalidRequest for user errors."""
         self.close()
         self._last_words.clear()
         started = threading.Event()
@@ -73,7 +73,7 @@ class VllmProcess:
         return answers
 
     def ask(self, name: str, arguments: dict[str, Any], *, seconds: float) -> dict[str, Any]:
-        """Send a command and return its answer. Raise VllmEnded, killing the child, if none comes in time."""
+        """Send a command and return its reply. Raise VllmEnded, killing the child, if none comes in time."""
         process = self._process
         if process is None or process.stdin is None:
             raise VllmEnded("it does not run")

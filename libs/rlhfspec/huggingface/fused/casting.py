@@ -1,4 +1,4 @@
-"""Rounding of a model's parameters. Rounded buffers would put RoPE's cosines off by .3 at position 1,000."""
+"""Rounding of a model's parameters. Buffers stay: rounding puts RoPE's cosines off by .3 at position 1,000."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Precision:
 
 
 def precision_of(model: nn.Module, dtype: torch.dtype) -> Precision:
-    """Return the types in which Hugging Face loads parameters as `dtype`, as classes may keep some in float32."""
+    """Return the types in which Hugging Face loads parameters as `dtype`, because classes may keep some float32."""
     if dtype != torch.bfloat16:
         return Precision(dtype)
     names = set[str]()
@@ -61,7 +61,7 @@ def cast(model: nn.Module, precision: Precision) -> None:
 
 
 def narrow(model: nn.Module, precision: Precision) -> None:
-    """Cast parameters in place to bfloat16 where wanted; `widened` runs them."""
+    """Cast parameters to bfloat16 in place, except those that stay float32. `widened` runs them."""
     for name, parameter in model.named_parameters():
         if precision.of(name) == torch.bfloat16:
             parameter.data = parameter.data.to(torch.bfloat16)

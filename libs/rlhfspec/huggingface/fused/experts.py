@@ -128,5 +128,5 @@ def oriented(experts: Any, weight: Tensor) -> Tensor:
 
 
 def gate(experts: Any, rows: Tensor) -> Tensor:
-    """Run the module's own code between its two products."""
+    """Run the experts module's own code between its two matrix products."""
     return experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)  # type: ignore[no-any-return]

@@ -1,6 +1,6 @@
-"""Exchange of a Hugging Face model's modules for modules on kernels.
+"""Replacement of a Hugging Face model's modules by modules on kernels.
 
-A module is exchanged if its class is known exactly, or if both agree on inputs of every size (`_agree`). Others whose
+A module is replaced if its class is known exactly, or if both agree on inputs of every size (`_agree`). Others whose
 bits depend on neighbouring rows run inside a `Guard`, or the model is refused.
 """
 
@@ -112,7 +112,7 @@ def _tied_names(model: nn.Module) -> dict[str, str]:
 
 @torch.inference_mode()
 def fuse(model: nn.Module, precision: Precision, *, arithmetic: str, max_context: int) -> FusedModel:
-    """Exchange experts, gated MLPs, linear layers, norms, activations and rotary tables, outer modules first.
+    """Replace experts, gated MLPs, linear layers, norms, activations and rotary tables, outer modules first.
 
     Parameters must be rounded (`casting`). Layers are widened to float32 one by one.
     """
@@ -300,7 +300,7 @@ def activation_of(module: Any) -> ActivationName | None:
 
 
 def _tensor_loader(fused: FusedModel, name: str) -> Callable[[Tensor], None]:
-    """Return a loader into the model's tensor, looked up at each load, as device moves replace buffers."""
+    """Return a loader into the model's tensor, looked up at each load, because device moves replace buffers."""
     path, _, leaf = name.rpartition(".")
     module = fused.model.get_submodule(path)
 

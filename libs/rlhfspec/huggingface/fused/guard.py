@@ -1,6 +1,6 @@
 """Guard for model code that calls torch directly, so that a row's bits do not depend on its neighbours.
 
-Weight products run on rlhfspec's kernels, elementwise functions on whole vectors, as scalar code rounds differently.
+Weight products run on rlhfspec's kernels, elementwise functions on whole vectors, since scalar code rounds differently.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class WeightProducts(TorchFunctionMode):
             self._weights[weight.untyped_storage().data_ptr()] = weight, precision.of(name)
 
     def copied(self, weight: Tensor, copy: Tensor) -> None:
-        """Register a copy of a known weight, until it is `gone`."""
+        """Register a copy of a known weight, until `gone` is called for it."""
         known = self._weights.get(weight.untyped_storage().data_ptr())
         if known is not None:
             self._weights[copy.untyped_storage().data_ptr()] = known
@@ -51,7 +51,7 @@ class WeightProducts(TorchFunctionMode):
         self._weights.pop(copy.untyped_storage().data_ptr(), None)
 
     def forget(self) -> None:
-        """Release all weights, as transformers may keep this object alive."""
+        """Release all weights, because transformers may keep this object alive."""
         self._weights.clear()
 
     def kept_as(self, weight: Tensor) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Choice of the one-call decoder for models of known classes. Compare every probe's bits before its use."""
+"""Choice of the one-call decoder for models of known classes. Callers must compare every probe's bits."""
 
 from __future__ import annotations
 

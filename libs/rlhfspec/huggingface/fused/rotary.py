@@ -12,7 +12,7 @@ _Tables = tuple[Tensor, ...]  # each [positions, D]
 
 
 class RotaryTable(nn.Module):
-    """Replacement for a rotary embedding by position. Others than cos and sin per token run as they are."""
+    """Table that replaces a rotary embedding. Embeddings other than cos and sin per token run unchanged."""
 
     def __init__(self, original: nn.Module, max_context: int) -> None:
         super().__init__()

@@ -109,7 +109,7 @@ def prove(proof: RunnerProof) -> Proved:
 
 
 def adopt(runner: Runnable, anatomy: Anatomy, probes: Sequence[Probe], verdict: Proved) -> None:
-    """Put the runner into its state after the proof of this verdict."""
+    """Apply an earlier verdict: put the runner into the state that its proof would leave."""
     guard_paths(runner.fused.model, runner.fused.guard, runner.parts, verdict.guarded)
     check = Check(runner, anatomy, probes)
     check.a_forward()()  # the first forward makes position tables
@@ -152,7 +152,7 @@ class ProbePlace:
         return [self._row(place) for place in range(self.half)]
 
     def ending(self, vocab_size: int, num_slots: int) -> list[ProbeToken]:
-        """Return a decoded token and a branch with the rest, beside dead ends while slots last."""
+        """Return a decoded token, and the rest as a branch, with dead ends beside it while slots last."""
         rows, root = [self._row(self.half)], self.probe.past + self.half + 1
         branch: tuple[int, ...] = ()
         for place in range(self.half + 1, len(self.probe.tokens)):

@@ -25,7 +25,7 @@ class Proved:
 
 
 def key_of(model: Any, probes: Sequence[Probe], device: torch.device, *parts: object) -> str | None:
-    """Return the key of a model's proof, by its weights and `parts`, or None for a part of a model."""
+    """Return the key of a model's proof, by its weights and `parts`, or None for a rank's part of a model."""
     if cut_of(model) is not None:
         return None
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -54,7 +54,7 @@ def keep(key: str | None, verdict: Proved) -> None:
 
 
 def _source(model: Any) -> bytes:
-    """Return the source of the model's module, as it may be the user's."""
+    """Return the source of the model's module, because user code may change between runs."""
     try:
         return Path(inspect.getfile(type(model))).read_bytes()
     except (OSError, TypeError):

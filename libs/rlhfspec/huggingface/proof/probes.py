@@ -1,4 +1,4 @@
-"""Probes at positions where a model may change its behaviour, behind a random past."""
+"""Probes at positions where a model may change its behaviour, preceded by random keys and values."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Scattered(Probe):
-    """Probe without a past whose positions have gaps."""
+    """Probe without preceding KV, whose positions have gaps."""
 
     at: tuple[int, ...]
 
@@ -51,7 +51,7 @@ class Scattered(Probe):
 
     @property
     def num_random(self) -> int:
-        """Return half of the tokens, as unrotated keys show errors in a query's rotation."""
+        """Return half of the number of tokens, because unrotated keys reveal errors in a query's rotation."""
         return len(self.at) // 2
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ class Scattered(Probe):
 
 
 def choose(anatomy: Anatomy, config: Any, max_context: int, num_token_ids: int) -> tuple[Probe, ...]:
-    """Return a model's probes. `num_token_ids`: size of the embedding."""
+    """Return a model's probes: at the start and near special positions. `num_token_ids`: number of embedding rows."""
     generator = torch.Generator().manual_seed(0)
 
     def tokens(count: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Reference answers to probes, from plain Hugging Face in eager mode.
+"""Reference outputs for probes, from plain Hugging Face with eager attention.
 
 A second run perturbs every product by rounding noise; the change of logits gives the model's tolerance.
 """
@@ -86,7 +86,7 @@ class ExpertChoices(TorchFunctionMode):
 
 
 class FollowedChoices(TorchFunctionMode):
-    """Function mode that takes another forward's experts if nearly as good, as bfloat16 flips many choices."""
+    """Function mode that takes another forward's experts if nearly as good, since bfloat16 flips many choices."""
 
     def __init__(self, choices: Sequence[Tensor]) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class ProbeResult:
         return [indices for _, indices in self.choices if len(indices) == len(self.logits)]
 
     def num_comparable(self, other: ProbeResult) -> int:
-        """Return the number of leading rows before a near tie parted the chosen experts."""
+        """Return the number of leading rows before a near tie makes the chosen experts differ."""
         rows = len(self.logits)
         for (values, indices), (their_values, their_indices) in zip(self.choices, other.choices, strict=False):
             if indices.shape != their_indices.shape or len(indices) != len(self.logits):
@@ -130,7 +130,7 @@ class ProbeResult:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Hugging Face's answers, and the relative effect of rounding on its logits."""
+    """Hugging Face's outputs for probes, and the relative effect of rounding on its logits."""
 
     kind: str  # the model's class
     name: str  # of the model, in messages

@@ -61,7 +61,7 @@ def fit_cache(states: torch.Tensor, num_heads: int, dim: int) -> torch.Tensor:
 
 
 def visible(size: int, spec: AttentionSpec, device: torch.device, *, last: int | None = None) -> torch.Tensor:
-    """Return the visibility [size, size] of keys, or its `last` rows only."""
+    """Return the mask [size, size] of visible keys, or only its `last` rows."""
     place = torch.arange(size, device=device)
     query = place[size - (size if last is None else last) :, None]
     distance = query - place
@@ -82,7 +82,7 @@ def refuse_unknown(module: Any, keywords: dict[str, Any], *, name: str = "model"
 
 @contextmanager
 def attending(model: Any, name: str, function: Any = None, *, masks: bool = False) -> Iterator[None]:
-    """Run the model's attentions by `function`, with eager experts and, for `masks`, Hugging Face's eager mask."""
+    """Run the model's attentions through `function`, with eager experts and, for `masks`, Hugging Face's eager mask."""
     if function is not None:
         AttentionInterface.register(name, function)
     if masks:
@@ -116,7 +116,7 @@ def as_before(model: Any) -> Iterator[None]:
 
 
 def use_eager_experts(model: Any) -> None:
-    """Make experts run eagerly, as transformers' default groups rows by expert."""
+    """Make experts run eagerly, because transformers' default groups rows by expert."""
     for config in _configs(model):
         if config._experts_implementation is not None:
             config._experts_implementation = "eager"

@@ -40,7 +40,7 @@ class Anatomy:
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> Anatomy:
-        """Rebuild an anatomy from `fields`; its classes must be loaded."""
+        """Rebuild an anatomy from its `fields()`. The class of the trunk's output must have been imported."""
         kinds: list[type[Any]] = [tuple, *_subclasses(ModelOutput)]
         outputs = {_name_of(each): each for each in kinds}
         attentions = tuple(AttentionSpec(**spec) for spec in told["attentions"])
@@ -67,7 +67,7 @@ def keep_anatomy(model: Any, anatomy: Anatomy) -> None:
 
 
 class CausalLM:
-    """Trunk and head of a model, both in its own code."""
+    """Trunk and head of a model, both run by the model's own code."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -83,7 +83,7 @@ class CausalLM:
         return run_trunk(self.trunk, token_ids, position_ids)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Run the model's code behind its trunk: hidden [n, width] -> float32 [n, vocab]."""
+        """Run the model's code after its trunk: hidden [n, width] -> float32 [n, vocab]."""
         self._given.hidden = hidden[None]
         nothing = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
         try:

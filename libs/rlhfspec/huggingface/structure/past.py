@@ -35,7 +35,7 @@ class PastLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
 
 def past_of(model: Any, length: int) -> dict[str, Any]:
-    """Return a forward's keyword arguments behind `length` positions (0: no cache)."""
+    """Return the keyword arguments of a forward preceded by `length` positions (0: no cache)."""
     if not length:
         return {"use_cache": False}
     num_layers = 2 * getattr(text_config(model), "num_hidden_layers", 0) + 64  # some attend several times a layer

@@ -8,13 +8,13 @@ from rlhfspec.job import RLHFJob
 
 
 def positions_in(config: Any) -> int | None:
-    """Return the decoder's number of positions, or None."""
+    """Return the decoder's number of positions, or None if unknown."""
     limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def config_of(path: str) -> Any:
-    """Return the configuration of a folder or hub id, or None if unreadable, which loading reports."""
+    """Return the configuration of a folder or hub id, or None if unreadable (loading reports why)."""
     from transformers import AutoConfig
 
     try:
@@ -29,5 +29,5 @@ def num_positions(path: str) -> int | None:
 
 
 def max_context(job: RLHFJob) -> int:
-    """Return the tokens of prompt and response that every stage reserves room for."""
+    """Return the maximum number of prompt and response tokens, for which every stage reserves room."""
     return min(job.spec.max_context, num_positions(job.spec.model.path) or job.spec.max_context)

@@ -155,7 +155,7 @@ def first_that_differs(one: ForwardTrace, other: ForwardTrace, places: torch.Ten
 
 
 def same_tokens(these: Tensors, those: Tensors, places: torch.Tensor, num_tokens: int, first: int) -> bool | None:
-    """Return whether the tokens agree, or None where there are none to compare."""
+    """Return whether tensors agree at these tokens, or None if no tensor has a token axis."""
     found = None
     for this, that in zip(these, those, strict=False):
         axis = _token_axis(this.shape, that.shape, num_tokens, len(places))

@@ -1,4 +1,4 @@
-"""Torch-free tables of a job's choices by name, with their implementations."""
+"""Tables of a job's choices by name, with the import paths of their implementations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choices by name and their tables. Implementations are imported on first use."""
+"""Registry of named choices, whose implementations are imported on first use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One choice."""
+    """Named choice with its implementation."""
 
     name: str  # as written in a job
     about: str  # one line, for the docs
@@ -30,7 +30,7 @@ E = TypeVar("E", bound=Entry)
 
 
 class Registry(Mapping[str, E], Generic[E]):
-    """Entries by name, in display order. `field` names one; `beside`: its other allowed values."""
+    """Entries by name, in display order. `field`: the job field that selects one; `beside`: its other values."""
 
     def __init__(self, field: str, *entries: E, beside: tuple[str, ...] = ()) -> None:
         self.field = field
@@ -55,6 +55,6 @@ class Registry(Mapping[str, E], Generic[E]):
         return tuple(name for name, entry in self._entries.items() if holds(entry))
 
     def missing(self, need: str) -> str:
-        """Return the message for a choice without the field that it needs."""
+        """Return the message for a choice whose needed field is not set."""
         others = (*self.where(lambda entry: not entry.needs), *self._beside)
         return f"needs {need}; without one take {' or '.join(others)}"

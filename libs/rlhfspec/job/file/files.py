@@ -108,7 +108,7 @@ def _check_sizes(job: RLHFJob, base: Path) -> Iterator[Finding]:
 
 
 def _check_parts(job: RLHFJob, base: Path) -> Iterator[Finding]:
-    """Check that attention heads divide evenly."""
+    """Check that attention heads divide evenly among tensor-parallel ranks."""
     config = _text_config(job.spec.model.path, base)
     for role, count in (
         ("generator", job.spec.roles.generator.tensor_parallel), ("trainer", job.spec.roles.trainer.tensor_parallel),

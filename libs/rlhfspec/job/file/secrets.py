@@ -89,7 +89,7 @@ def request_of(source: HttpSource, field: str) -> tuple[str, dict[str, str]]:
 
 
 def secrets_of(url: str, headers: Sequence[str]) -> list[str]:
-    """Return texts of at least 4 characters that no message may repeat."""
+    """Return the secret texts of at least 4 characters, which no message may repeat."""
     parts = urlsplit(url)
     values = [pair.partition("=")[2] for pair in parts.query.split("&")]
     words = [word for value in headers for word in (value, *value.split())]

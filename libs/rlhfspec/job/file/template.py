@@ -76,7 +76,7 @@ class _Writer:
         yield from self.field(name, field, prefix, indent, default)
 
     def field(self, name: str, field: FieldInfo, prefix: str, indent: int, default: Any = None) -> Iterator[str]:
-        """Yield a field, or its block. `default`: of the surrounding block, which takes precedence."""
+        """Yield the lines of a field or its block. `default`: the enclosing block's value, which takes precedence."""
         path = f"{prefix}{to_camel(name)}"
         if path == "rewards.sources":
             yield _SOURCES

@@ -176,7 +176,7 @@ class Demand:
 class Load:
     """Current load of a generator, which may be lost because no token or curve depends on it.
 
-    The rebalancer plans with the fields from `worker` on. A step of B sequences takes about `step_seconds +
+    The rebalancer uses `worker` and all fields after it. A step of B sequences takes about `step_seconds +
     sequence_seconds * B`.
     """
 
@@ -216,7 +216,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """Advice to move a sample; a lost, late or wrong one costs only balance."""
+    """Advice to move a sample; a lost, late or wrong one only worsens the balance."""
 
     id: str  # of the move, in all its records
     job: str
@@ -259,7 +259,7 @@ class PlannedMove:
 class Plan:
     """Decision of the rebalancer with its reasons, a line of `moves.jsonl`.
 
-    Times are seconds from now. `num_wanted` is the number of generators that would pay (0: unknown).
+    Times are seconds from now. `num_wanted` is the number of worthwhile generators (0: unknown).
     """
 
     id: str

@@ -79,7 +79,7 @@ def kill(pids: Iterable[int]) -> int:
 
 
 def processes_of(uid: str) -> set[int]:
-    """Return marked processes and descendants, which may have cleared their environment, without guardians."""
+    """Return marked processes and their descendants (which may lack the mark), without guardians."""
     children: dict[int, list[int]] = {}
     marked = marked_with({f"{MARK}={uid}".encode()}, children)
     spared = {os.getpid(), *guardians_of(uid)}
@@ -97,7 +97,7 @@ def guardians_of(uid: str) -> list[int]:
 
 
 def marked_with(marks: set[bytes], children: dict[int, list[int]] | None = None) -> list[int]:
-    """Return the processes with all marks in their environment; fill `children` by parent."""
+    """Return the processes with all marks in their environment; fill `children` with child ids by parent id."""
     found = []
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with suppress(OSError):  # it ended meanwhile, or belongs to another user
@@ -117,7 +117,7 @@ def state_and_parent(pid: int) -> tuple[str, int]:
 
 
 class Guardians:
-    """The supervisor's handle on its guardians."""
+    """Guardian processes of one supervisor, which starts and releases them."""
 
     def __init__(self, run: str, *, remove: Sequence[Path] = ()) -> None:
         self._run = run

@@ -45,7 +45,7 @@ class Scratch:
         return self._path
 
     def make(self) -> None:
-        """Create both folders; RUN/processes appears with its uid, or a dead run's guardian would remove it."""
+        """Create both folders; RUN/processes appears with its uid in it, so that no dead run's guardian removes it."""
         self.beginning.mkdir(mode=0o700)
         (self.beginning / UID).write_text(self._uid)
         self.beginning.rename(self._place)
@@ -78,7 +78,7 @@ def end_dead_runs() -> list[str]:
 
 
 def end_run_in(place: Path) -> None:
-    """Remove a dead run's RUN/processes after its guardians; the caller holds the run folder's lock."""
+    """End a dead run's processes and remove RUN/processes; the caller holds the run folder's lock."""
     with suppress(OSError):
         uid = (place / UID).read_text()
         end_run(uid, [])

@@ -104,7 +104,7 @@ class Transport(Protocol):
     async def publish(
         self, subject: str, data: bytes, *, id: str, key: str = "", headers: Mapping[str, str] | None = None
     ) -> bool:
-        """Publish a message; return False for a known id. Only state has a `key`."""
+        """Publish a message; return False if its id was already published. Only state subjects use `key`."""
 
     async def subscribe(self, subject: str, consumer: Consumer) -> Subscription:
         """Return a subscription to work as a declared consumer."""
@@ -113,7 +113,7 @@ class Transport(Protocol):
         """Watch a subject: first the latest state of each key, then new messages."""
 
     async def release(self, subject: str, name: str) -> None:
-        """Redeliver all messages that the consumer holds; only for one whose single worker is dead."""
+        """Redeliver all messages that the consumer holds; its only worker must be dead."""
 
     async def adopt(self, token: str, subject: str, name: str) -> Receipt:
         """Return the receipt for a token; raise InvalidRequest for another subject or consumer."""

@@ -22,7 +22,7 @@ class Stored:
 
 
 class ConsumerQueue:
-    """Queue of one consumer; an owed message is in exactly one of ready, held and delayed."""
+    """Queue of one consumer; an unacknowledged message is in exactly one of ready, held and delayed."""
 
     def __init__(self, subject: WorkSubject, consumer: Consumer) -> None:
         self.subject = subject
@@ -107,7 +107,7 @@ class WorkSubject:
 
 
 class LatestSubject:
-    """Subject of state, with the latest message of each key, or of signals, with none."""
+    """State subject, which keeps the latest message of each key, or signal subject, which keeps none."""
 
     def __init__(self, name: str, kind: Kind) -> None:
         self.name = name

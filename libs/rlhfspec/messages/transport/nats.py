@@ -176,7 +176,7 @@ class NatsTransport:
             wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
 
     def _left(self, began: float, problem: str) -> float:
-        """Return the seconds left to retry; a full subject has the whole timeout."""
+        """Return the seconds left to retry; only waits for room may use the whole publish timeout."""
         left = began + self._publish_timeout_seconds - self._clock.now()
         return left if problem == "full" else min(left, self._connection.left(began))
 

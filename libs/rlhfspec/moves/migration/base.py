@@ -36,7 +36,7 @@ class MoveControl(Protocol):
 
 
 class Custody(Protocol):
-    """Prompts and ack tokens of samples, from before import until after release; event loop only."""
+    """Prompts and ack tokens of samples, from before import until after release; used only in the event loop."""
 
     def prompt_of(self, sample_id: str) -> tuple[bytes, str] | None:
         """Return the encoded prompt and its ack token, or None."""

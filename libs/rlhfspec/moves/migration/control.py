@@ -1,6 +1,6 @@
 """Control channel between the ends of a move: direct calls in one process, otherwise frames over TCP.
 
-A frame is length (u32), question number (u32), kind (u8) and content. Replies come in any order.
+A frame is length (u32), request number (u32), kind (u8) and content. Replies come in any order.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class DirectControl:
 
 
 class _Frames(asyncio.Protocol):
-    """One end of a connection, which a frame of more than `most_bytes` ends."""
+    """One end of a connection, which is closed after a frame of more than `most_bytes`."""
 
     most_bytes = MOST_FRAME_BYTES
     transport: asyncio.Transport
@@ -88,7 +88,7 @@ class _Frames(asyncio.Protocol):
 
 
 class StreamControl:
-    """Client with a connection per peer; only certificate names in `answerers` may answer (None: any)."""
+    """Client with a connection per peer; only certificate names in `answerers` may reply (None: any)."""
 
     def __init__(self, tls: ssl.SSLContext | None = None, *, answerers: Collection[str] | None = None) -> None:
         self._tls = tls
@@ -183,7 +183,7 @@ class _Line(_Frames):
 
 
 class StreamControlServer:
-    """Server of questions from certificate names in `askers` (None: any); create it in the event loop."""
+    """Server of requests from certificate names in `askers` (None: any); create it in the event loop."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class StreamControlServer:
         self.num_questions = 0
 
     def serve(self, answer: Answer) -> None:
-        """Begin to answer; callable from any thread."""
+        """Begin to reply with `answer`; callable from any thread."""
         self._loop.call_soon_threadsafe(self._serve, answer)
 
     def close(self) -> None:
@@ -235,7 +235,7 @@ class StreamControlServer:
         self._begin(self._answered(asker, number, content))
 
     async def _answered(self, asker: _ServedConnection, number: int, content: bytes) -> None:
-        """Answer a question, even if the asker has disconnected."""
+        """Reply to a request, even if the client has disconnected."""
         kind, said = REFUSED, b"no answer could be made"
         try:
             said = await self._answer(content)
@@ -290,7 +290,7 @@ class StreamControlServer:
 
 
 class _ServedConnection(_Frames):
-    """Connection from one peer; begun frames have a deadline, and unread replies pause reading."""
+    """Connection from one peer; a begun frame must end by a deadline, and unread replies pause reading."""
 
     def __init__(self, server: StreamControlServer) -> None:
         super().__init__()

@@ -236,7 +236,7 @@ class Giving:
         return engine.export_sequence(name, start)
 
     async def _room(self, offer: str, num_bytes: int) -> tuple[SendingWay, memoryview]:
-        """Return memory to pack into; the way's lock is held until it is sent."""
+        """Return memory to pack into; the way's lock is held until the range is sent."""
         way = self._place.links.way(offer)
         await way.lock.acquire()
         try:
@@ -270,7 +270,7 @@ class Giving:
         await self._send(way, offer, key, num_bytes)
 
     async def _tell(self, message: messages.Told) -> Event:
-        """Send a message and its packed range; raise LinkError if a `Range` fails."""
+        """Send a message and its packed range; raise LinkError if the bytes of a `Range` fail."""
         sending, self._sending = self._sending, None
         asking = self._ask(message)
         if sending is not None:
@@ -326,7 +326,7 @@ class Giving:
         return self._progress
 
     async def _quietly(self, do: Callable[[], object]) -> bool:
-        """Call the engine; return False if it fails."""
+        """Run a call in the engine; return False if it fails."""
         try:
             await self._place.calls.call(do)
         except RLHFSpecError as error:

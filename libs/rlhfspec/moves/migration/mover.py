@@ -52,7 +52,7 @@ class Mover:
         return self._taking.arriving | self._giving.keys()
 
     async def move(self, move: Move, peer: Peer, *, must_go: bool = False) -> Moved:
-        """Move a sequence, even if the caller is cancelled; `must_go` prefers a move without KV to none."""
+        """Move a sequence, even if the caller is cancelled; with `must_go` it moves without KV rather than stay."""
         reason = self._why_not(move)
         if reason:
             return _kept(move, reason)

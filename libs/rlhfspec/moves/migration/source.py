@@ -158,7 +158,7 @@ class MoveSource:
     def __init__(
         self, move: str, sample: str, *, source: str, destination: str, numbers: Iterator[int], must_go: bool = False
     ) -> None:
-        """Begin a move; attempt `numbers` are never reused, and `must_go` prefers no KV to staying."""
+        """Begin a move; attempt `numbers` are never reused, and `must_go` moves without KV rather than stay."""
         self.state: State = "describing"
         self._move, self._sample, self._ends = move, sample, (source, destination)
         self._numbers = numbers

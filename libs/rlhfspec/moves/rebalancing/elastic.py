@@ -1,7 +1,7 @@
-"""Number of generators that pay off, decided without a clock of its own.
+"""Number of worthwhile generators, decided without a clock of its own.
 
 A stage with n engines takes `F(n) = t0 * max(longest, tokens / (n * rows)) + (c * tokens + prefill) / n`, where a step
-of B sequences takes t0 + c * B. One more generator pays if F falls by at least 15 %, one fewer if F grows by less than
+of B sequences takes t0 + c * B. One more is worthwhile if F falls by at least 15 %, one fewer if F grows by less than
 5 %; the gap prevents oscillation. More needs two consecutive stages or a long one, fewer needs three. Whenever fewer
 were too few, that number of stages doubles.
 """
@@ -73,7 +73,7 @@ class Elastic:
         self._was_lowered = False
 
     def learn(self, stage: int, outlook: StageOutlook, now: float, *, num_generators: int) -> Wanted | None:
-        """Update and return the wanted number, or None while unknown."""
+        """Learn from an outlook; return the wanted number of generators, or None while unknown."""
         self._begin(now, num_generators)
         if stage > self._stage:
             self._end_stage(now)

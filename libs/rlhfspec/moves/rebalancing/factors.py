@@ -1,4 +1,4 @@
-"""Length factors of prompts, learned from finished answers."""
+"""Length factors of prompts, learned from finished responses."""
 
 from __future__ import annotations
 

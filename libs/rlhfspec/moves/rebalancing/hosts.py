@@ -26,7 +26,7 @@ class Running:
 
 
 def engines_to_run(fleet: Fleet, settings: PlannerSettings) -> Running:
-    """Choose engines to close; none if they share nothing, cost nothing, differ in version, or lack room."""
+    """Choose engines to close, on hosts with one weights version where fewer engines are faster and have room."""
     closing, kept = np.zeros(fleet.num_generators, bool), np.zeros(fleet.num_generators, np.int64)
     apart = np.full(fleet.num_generators, -1)
     step, sequence = fleet.step_seconds.copy(), fleet.sequence_seconds.copy()

@@ -168,7 +168,7 @@ class _State:
         return True
 
     def _later_end(self, pairs: _Pairs, counts: Ints, remaining: Floats) -> Floats:
-        """Return a bound of the pair's later end for a move of each member."""
+        """Return for each member a bound of its pair's later end if that member moves."""
         source, destination = pairs.source, pairs.destination
         here = np.repeat(self.ends[source], counts)
         here -= np.repeat(self.sequence[source], counts) * remaining
@@ -205,7 +205,7 @@ class _State:
             self.ends[place] = work + self.fleet.prefill_owed[place]
 
     def hand_over(self, is_source: BoolArray, why: int, group: Ints) -> None:
-        """Move the longest sequences first, each to the earliest end in its group with room."""
+        """Move the sources' sequences, longest first, each to the earliest end in its group that has room."""
         chosen = self._handed_over(is_source)
         if not len(chosen):
             return
@@ -259,7 +259,7 @@ class _State:
         return self.notes.planned(self.before, self.ends, self.is_closing, self.num_kept, dry, self._advice(dry))
 
     def _advice(self, dry: Ints) -> tuple[str, ...]:
-        """Return advice for idle generators; of several that may score, one learns for all."""
+        """Return advice for each idle generator; if several may score, one of them learns instead."""
         latest = float(self.ends.max(initial=0.0))
         goes_on = latest > self.settings.scoring_seconds or not latest  # all are idle: they wait for other stages
         free = [place for place in dry if not self.is_closing[place]]

@@ -1,6 +1,6 @@
 """Expected remaining length of a sequence: mean residual life by Kaplan-Meier of recent lengths.
 
-Lengths are relative to their prompt's `factor`; truncated answers are censored observations.
+Lengths are relative to their prompt's `factor`; truncated responses are censored observations.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Residual:
         return self._num_learnt
 
     def learn(self, length: int, *, is_censored: bool = False, factor: float = 1.0) -> None:
-        """Learn the length of a finished answer, censored if it was truncated."""
+        """Learn the length of a finished response, censored if it was truncated."""
         place = self._num_learnt % _KEPT
         self._lengths[place], self._is_censored[place] = max(length, 1) / factor, is_censored
         self._num_learnt += 1
@@ -55,7 +55,7 @@ def _table(lengths: Floats, is_censored: BoolArray) -> Floats:
 
 
 def mean_residual_life(lengths: Floats, is_censored: BoolArray, elapsed: Floats) -> Floats:
-    """Return the mean remaining length at each elapsed length; a tenth of it beyond the last.
+    """Return mean remaining lengths; beyond the longest observed length, a tenth of the elapsed length.
 
     >>> mean_residual_life(np.array([1.0, 3.0, 5.0]), np.zeros(3, bool), np.array([0.0, 2.0, 20.0])).round(6).tolist()
     [3.0, 2.0, 2.0]

@@ -258,7 +258,7 @@ class RunFolder:
             raise InvalidRequest("--out", str(self.path), f"cannot be written: {error.strerror}") from None
 
     def _refuse_foreign(self) -> None:
-        """Refuse a folder with other files that holds no run."""
+        """Raise InvalidRequest if the folder holds foreign files and no run."""
         names = {entry.name for entry in self.path.iterdir() if not entry.name.startswith(".")}
         own = [self.job_file, self.steps_file, self.samples_file, self.checkpoints, self.traces]
         own += [self.processes, self.logs]

@@ -66,7 +66,7 @@ def by_column(column: str | None, samples: Sequence[Sample], rewards: Mapping[st
 
 
 def effective_number(answers: Iterable[str]) -> float:
-    """Return the exponential of the entropy of the answers (stripped texts): n for n equally frequent ones.
+    """Return the exponential of the entropy of the stripped answers: n for n equally frequent answers.
 
     >>> effective_number(["yes", "no"]), round(effective_number(["1"] * 9 + [" 1 ", "2"]), 2)
     (2.0, 1.36)

@@ -70,7 +70,7 @@ def _head(text: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveView:
-    """Content of live views, by a clock that reads `now`."""
+    """Content of live views, in times of a clock that reads `now`."""
 
     run: RunState = field(default_factory=RunState)
     window: Window = field(default_factory=Window)
@@ -153,7 +153,7 @@ class LiveState:
 
 
 def _without_times(view: LiveView) -> object:
-    """Return the view without times and idle generators' loads, to compare for news."""
+    """Return the view without times and idle generators' loads, equal until there is news."""
     workers = view.run.workers.values()
     states = [worker.state and worker.state.without_times() for worker in workers]
     return states, [each.load for each in workers if each.load and each.load.num_running], view.window
@@ -189,7 +189,7 @@ class LiveBeats(Service):
 
 
 async def read_live(url: str, uid: str, *, credentials: Path | None = None, now: float = 0.0) -> LiveView:
-    """Return the live state in times of a clock at `now`, or raise ServerFailed."""
+    """Return the live state in times of a clock that reads `now`, or raise ServerFailed."""
     redis = client_of(url, credentials, _READ_SECONDS)
     try:
         async with asyncio.timeout(_READ_SECONDS), redis.pipeline(transaction=False) as pipeline:

@@ -47,7 +47,7 @@ def client(url: str, timeout_seconds: float, options: dict[str, Any], connected:
 
 
 def _options_of(url: str, credentials: Path) -> dict[str, Any]:
-    """Return the password, and user and authority of a cluster's server."""
+    """Return client options: the password and, for a cluster's server, user and certificate authority."""
     options: dict[str, Any] = {"password": _text_in(credentials / PASSWORD_FILE)}
     if (credentials / USER_FILE).exists():
         options["username"] = _text_in(credentials / USER_FILE)

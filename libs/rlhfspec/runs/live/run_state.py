@@ -99,7 +99,7 @@ class RunWorker:
 
     @property
     def is_known(self) -> bool:
-        """Return whether more than a load is known."""
+        """Return whether anything but a load is known."""
         return self.spoke_at > NEVER
 
     @property
@@ -126,7 +126,7 @@ class RunWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """State of a run; `num_wanted` generators would pay by the latest plan."""
+    """State of a run; `num_wanted` generators are worthwhile by the latest plan."""
 
     workers: Mapping[WorkerKey, RunWorker] = field(default_factory=dict)
     num_wanted: int | None = None
@@ -184,7 +184,7 @@ class KnownRun:
 
 
 def after(run: RunState, told: Iterable[Told]) -> RunState:
-    """Return the state after all (time, news), copying the workers once."""
+    """Return the state after all (time, news) pairs, copying the workers once."""
     workers = dict(run.workers)
     for at, news in told:
         match news:

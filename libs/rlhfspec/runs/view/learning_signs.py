@@ -17,7 +17,7 @@ _OF_EXPECTED = 2 / 3  # of the expected answers; with two, equally frequent, one
 
 
 def equal_reward_groups(groups: Sequence[Hashable], rewards: Sequence[float]) -> int | None:
-    """Return the number of groups of equal rewards, or None if every group has one sample."""
+    """Return the number of groups whose rewards are all equal, or None if every group has one sample."""
     by_group: defaultdict[Hashable, set[float]] = defaultdict(set)
     for group, reward in zip(groups, rewards, strict=True):
         by_group[group].add(reward)
@@ -31,7 +31,7 @@ def warning_of(steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation] =
 
 
 def nothing_learnt(groups: Sequence[Sequence[float | None]]) -> str:
-    """Return the warning for (groups of equal rewards, all groups) of the last NUM_STEPS, or ""."""
+    """Return a warning if every step in `groups`, as (equal-reward groups, groups), had only equal rewards, or ""."""
     if len(groups) < NUM_STEPS or any(equal is None or equal != num for equal, num in groups):
         return ""
     rewards = f"rewards were equal in every group of the last {NUM_STEPS} steps"
@@ -39,7 +39,7 @@ def nothing_learnt(groups: Sequence[Sequence[float | None]]) -> str:
 
 
 def collapse_of(evaluations: Sequence[Evaluation]) -> str:
-    """Return the warning that held-out answers have collapsed, or ""."""
+    """Return the warning that held-out responses have collapsed, or ""."""
     judged = [
         (run.step, run.different_answers, run.expected_answers)
         for run in evaluations

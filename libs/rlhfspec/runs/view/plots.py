@@ -104,7 +104,7 @@ def _learning_panels(steps: Steps) -> Panels:
 
 
 def _varies(*curves: tuple[str, str, Points]) -> bool:
-    """Return whether any curve leaves 0."""
+    """Return whether any curve has values other than 0."""
     return any(abs(value) > _ROUNDING for _, _, points in curves for value in points.values())
 
 

@@ -99,7 +99,7 @@ class Summary:
 
 
 def finish_folder(folder: RunFolder, job: RLHFJob, outcome: RunOutcome, reason: str, *, resume_command: str) -> Summary:
-    """Finish the folder and return its summary, with plots if matplotlib is installed."""
+    """Write the run's final files (with plots if matplotlib is installed), and return the summary."""
     folder.finish(outcome, reason)
     steps = folder.steps()
     if steps and find_spec("matplotlib") is not None:
@@ -149,7 +149,7 @@ Texts = list[tuple[str, list[ResponseText]]]
 
 
 def _texts(folder: RunFolder, steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation], count: int) -> Texts:
-    """Return responses of the first and last evaluation, or else step."""
+    """Return responses of the first and last evaluation, or of the first and last step."""
     if evaluations:
         found = [(f"held-out prompts, after step {run.step}", run.step) for run in _ends(evaluations)]
         return [(title, _responses(folder.evaluation_samples(), step, count)) for title, step in found]
@@ -216,7 +216,7 @@ def _correction(steps: Sequence[StepMetrics]) -> str:
 
 
 def _by_column(lines: Sequence[StepMetrics] | Sequence[Evaluation]) -> list[Row]:
-    """Return a row with mean rewards and samples for each value of the column."""
+    """Return a row with mean rewards and number of samples for each value of the column."""
     rows = []
     for value in sorted({value for line in lines for value in line.reward_by_column}):
         rewards = [line.reward_by_column[value] for line in lines if value in line.reward_by_column]

@@ -31,7 +31,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def histogram(counts: Sequence[int]) -> str:
-    """Return bars from zero; only empty bins are blank."""
+    """Return the counts as bars that start at zero; only empty bins are blank."""
     most = max(counts, default=0)
     return "".join(_BARS[round((count / most) * (len(_BARS) - 1))] if count else " " for count in counts)
 

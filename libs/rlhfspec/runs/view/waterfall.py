@@ -77,7 +77,7 @@ def _tokens(stay: Span) -> int:
 
 
 def _of_stays(value: float, in_vain: float) -> str:
-    """Return the time of useful stays, and of those in vain.
+    """Return the time of useful stays, and of stays whose result was lost.
 
     >>> _of_stays(2.5, 0.0), _of_stays(2.5, 11.0)
     ('2.50 s', '2.50 s, and 11.0 s in vain')
@@ -198,7 +198,7 @@ def seconds(value: float) -> str:
 
 
 def _complete(span: Span) -> float:
-    """Return the time when the span's step was complete, or its begin."""
+    """Return the time when the span's step was complete, or the span's begin if unknown."""
     return min(max(float(span.attributes.get("complete", span.began)), span.began), span.ended)
 
 

@@ -28,7 +28,7 @@ def export_hf(
 ) -> Path:
     """Write configuration, weights and tokenizer to `folder`, replacing an earlier export.
 
-    state_dict: under the names of `config`'s model, with LoRA merged.
+    state_dict: weights under the names of `config`'s model, with LoRA merged.
     """
     writing = folder.with_name(f".writing-{folder.name}")
     shutil.rmtree(writing, ignore_errors=True)

@@ -26,7 +26,7 @@ Writes = Callable[[Path], Sequence[Written]]  # each rank writes its files into 
 
 
 def write_checkpoint(folder: Path, step: int, state: Mapping[str, Any]) -> None:
-    """Write a checkpoint and flush it to disk. All ranks write a `Writes` part."""
+    """Write a checkpoint and flush it to disk. A part that is a function (`Writes`) is written by all ranks."""
     document: dict[str, Any] = {}
     files: dict[str, Any] = {}
     for part, value in state.items():
@@ -50,7 +50,7 @@ def open_checkpoint(folder: Path, *, is_verified: bool = False) -> Any:
 
 
 def read_checkpoint(folder: Path) -> Any:
-    """Return the state with all tensors loaded. Shared memory is shared again."""
+    """Return the state with all tensors loaded. Tensors that shared memory share it again."""
     read: dict[int, torch.Tensor] = {}
 
     def whole(value: Any) -> Any:
@@ -66,7 +66,7 @@ def read_checkpoint(folder: Path) -> Any:
 
 
 def verify(folder: Path, ranks: Ranks | None = None) -> None:
-    """Raise StorageError if a file is missing or differs from its digest. Ranks divide the files."""
+    """Raise StorageError if a file is missing or differs from its digest. Each rank checks a part of the files."""
     ranks, files = ranks or Ranks(), manifest_of(folder)["files"]
     for name in sorted(files)[ranks.rank :: ranks.num_ranks]:  # shares sort first, in rank order
         path, expected = folder / name, files[name]

@@ -3,7 +3,7 @@
     learner.safetensors                  replicated values
     learner-00001-of-00004.safetensors   shares of rank 1 of 4
 
-Ranks write without gathering, and note each share's place in the whole tensor.
+Ranks write without gathering, and record each share's offset in the whole tensor.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Written:
 
 
 def write_part(folder: Path, part: str, state: Any, *, ranks: Ranks | None = None, leads: bool = True) -> Written:
-    """Write this rank's share of a part to disk. leads: also write replicated values."""
+    """Write this rank's share of a checkpoint part to disk. leads: also write replicated values."""
     if not part.isidentifier():
         raise InvalidRequest("state", part, "parts of a checkpoint name its files: letters, digits, underscores")
     ranks = ranks or Ranks()

@@ -23,7 +23,7 @@ class CheckpointStore:
     """Checkpoint folder, locked until it is closed or the process ends."""
 
     def __init__(self, folder: Path, *, keep: int, verify: Callable[[Path], None] = verify) -> None:
-        """Lock the folder. verify: check that `latest` uses."""
+        """Lock the folder. verify: function with which `latest` checks a checkpoint."""
         assert keep >= 1
         self._folder = folder.absolute()
         self._keep = keep
@@ -109,7 +109,7 @@ class CheckpointStore:
         return self._folder / f"{_PREFIX}{step:08d}"
 
     def _put_in_place(self, writing: Path, step: int) -> None:
-        """Rename into place, restoring an existing folder on failure."""
+        """Rename a written folder into place. On failure, restore the one that it replaces."""
         aside = self._folder / f".replaced-{_PREFIX}{step:08d}"
         if self._path(step).exists():
             _remove(aside)
@@ -136,7 +136,7 @@ class CheckpointStore:
                 self._discard(step)
 
     def _looks_complete(self, step: int) -> bool:
-        """Return whether all files have their sizes; digests would be slow."""
+        """Return whether all files have their expected sizes, because checking digests would be slow."""
         try:
             files = manifest_of(self._path(step))["files"]
             return all((self._path(step) / n).stat().st_size == expected["num_bytes"] for n, expected in files.items())
@@ -144,14 +144,14 @@ class CheckpointStore:
             return False
 
     def _discard(self, step: int) -> None:
-        """Delete a checkpoint, renamed first so that it never looks damaged."""
+        """Rename and then delete a checkpoint, so that an interrupted deletion leaves no damaged one."""
         removing = self._folder / f".removing-{_PREFIX}{step:08d}"
         _remove(removing)
         self._path(step).rename(removing)
         _remove(removing)
 
     def _recover(self) -> None:
-        """Restore folders that a crash left aside, and remove partial ones."""
+        """After a crash, restore checkpoints that were being replaced, and remove partial folders."""
         for path in self._folder.glob(f".replaced-{_PREFIX}*"):
             self._settle(path)
         for pattern in (f".writing-{_PREFIX}*", f".removing-{_PREFIX}*"):

@@ -1,4 +1,4 @@
-"""Row columns as JSON for rewards: dates in ISO format, decimals as text, no bytes or images.
+"""Columns of dataset rows as JSON for rewards: dates in ISO format, decimals as text, no bytes or images.
 
 >>> from datetime import date
 >>> columns_of({"prompt": "1+1=", "day": date(2030, 1, 2), "image": b"PNG"}, Dataset(path="d.parquet"))
@@ -47,7 +47,7 @@ def json_text(content: Mapping[str, Any]) -> str:
 
 
 def columns_of_rows(rows: Rows, dataset: Dataset, indices: Iterable[int]) -> dict[str, str]:
-    """Map each column to the first row without it, or to an empty string."""
+    """Map each column to the first row that lacks it, or to an empty string if none does."""
     missing: dict[str, str] = {}
     first = None
     for index in indices:

@@ -1,7 +1,7 @@
 """Order of rows by step, a pure function of (seed, step).
 
 With P = `prompts_per_step`, step s takes positions [(s - 1) * P, s * P) of the concatenated epoch permutations.
-Round r of dynamic sampling owns places r * P onward, and first takes rows that the step has not used.
+Round r of dynamic sampling numbers its prompts from r * P on. Extra rounds first take rows unused in round 0.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def permutation(seed: int, purpose: str, size: int) -> IndexArray:
 
 @dataclass(slots=True, kw_only=True)
 class Order:
-    """Order of rows by step. epochs: None repeats forever. shuffle: False keeps round 0 in data order."""
+    """Order of rows by step. epochs: None repeats forever. shuffle: if False, round 0 keeps the data's order."""
 
     num_rows: int
     prompts_per_step: int
@@ -60,7 +60,7 @@ class Order:
         return num_steps(self.num_rows, self.prompts_per_step, self.epochs)
 
     def indices(self, step: int, round: int = 0, count: int | None = None) -> list[int]:
-        """Return the rows of a step (round 0) or an extra round, by default `prompts_per_step`."""
+        """Return the row indices of a step's round (0, or an extra one). count: by default `prompts_per_step`."""
         count = self.prompts_per_step if count is None else count
         if step < 1 or round < 0 or not 0 <= count <= self.prompts_per_step:
             raise InvalidRequest("step, round, count", (step, round, count), f"at most {self.prompts_per_step} a round")
@@ -72,7 +72,7 @@ class Order:
         return self._demanded(step, (round - 1) * self.prompts_per_step, count)
 
     def places(self, round: int = 0, count: int | None = None) -> range:
-        """Return the places in the step (`Prompt.prompt`) of a round's rows."""
+        """Return the prompt numbers within the step (`Prompt.prompt`) of a round's rows."""
         first = round * self.prompts_per_step
         return range(first, first + (self.prompts_per_step if count is None else count))
 
@@ -85,7 +85,7 @@ class Order:
         return self._permutation(f"epoch {epoch}") if self.shuffle else np.arange(self.num_rows)
 
     def _demanded(self, step: int, start: int, count: int) -> list[int]:
-        """Return the rows that round 0 leaves out, then all rows repeatedly."""
+        """Return row indices for extra rounds: rows that round 0 leaves out, then all rows repeatedly."""
         own = np.unique(self._span((step - 1) * self.prompts_per_step, self.prompts_per_step))
         first = self._permutation(f"step {step} pass 0")
         fresh = first[~np.isin(first, own)]

@@ -46,7 +46,7 @@ class Prompts:
 
     @property
     def columns(self) -> dict[str, str]:
-        """Return the columns for rewards, each with the first prompt without it."""
+        """Map each column for rewards to the first prompt that lacks it, or to an empty string."""
         return columns_of_rows(self._rows, self._dataset, self._kept)
 
     def __len__(self) -> int:
@@ -59,7 +59,7 @@ class Prompts:
         return self.order.indices(step, round, count)
 
     def take(self, step: int, round: int = 0, count: int | None = None) -> list[tuple[int, PromptRow]]:
-        """Return a round's prompts, each with its place in the step."""
+        """Return a round's prompts, each with its number within the step."""
         chosen = self.indices(step, round, count)
         return [(place, self[index]) for place, index in zip(self.order.places(round, count), chosen, strict=True)]
 
@@ -101,7 +101,7 @@ class Prompts:
         )
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
-        """Tokenize, adding special tokens only to plain text, since chat templates write them."""
+        """Tokenize, adding special tokens only to plain text, because chat templates contain them."""
         return self._tokenizer(texts, add_special_tokens=self._dataset.messages_column is None)["input_ids"]
 
 

@@ -19,7 +19,7 @@ Found = tuple[int, Mapping[str, Any] | ValueError]  # a row's line, and the row 
 
 
 def read_text_rows(path: Path) -> tuple[list[Mapping[str, Any]], list[int]]:
-    """Return rows and their line numbers, if any. Raise JobError naming the malformed rows."""
+    """Return rows and their line numbers (none for a JSON list). Raise JobError, naming malformed rows."""
     data = _bytes(path)
     suffix = Path(path.name.removesuffix(".gz")).suffix
     unit = "row" if suffix == ".json" and data.lstrip()[:1] == b"[" else "line"
@@ -74,7 +74,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _csv_rows(data: bytes) -> Iterator[Found]:
-    """Yield each row with its last line number, since quoted text may span lines."""
+    """Yield each row with its last line number, because quoted text may span lines."""
     try:
         text = data.decode()
     except UnicodeDecodeError as error:

@@ -1,1 +1,1 @@
-"""Learning from scored samples: n samples sorted by id, and flat tensors `[T]` of T response tokens."""
+"""Training on scored samples. Tensors hold n samples in id order, or their T response tokens (`[T]`)."""

@@ -32,7 +32,7 @@ def group_advantages(
 ) -> Tensor:
     """Return GRPO's (r - mean) / (std + epsilon) by group, or Dr.GRPO's without the division: [n].
 
-    The std divides by n - 1. Groups of one or of equal rewards get exactly 0.
+    The std divides by n - 1. Groups of one sample or of equal rewards get exactly 0.
     """
     sizes, means = _group_means(rewards, group_index)
     centred = (rewards - means[group_index]).masked_fill(~informative_groups(rewards, group_index), 0)

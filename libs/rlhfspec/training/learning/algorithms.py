@@ -79,7 +79,7 @@ class TokenTerms:
 
 
 def needs_policy_log_probs(algorithm: Algorithm) -> bool:
-    """Return whether `prepare` needs the trainer's log-probs, for a KL in the reward."""
+    """Return whether `prepare` needs the trainer's log-probs, as a KL in the reward does."""
     return algorithm.kl_coefficient > 0 and algorithm.kl_placement == "reward"
 
 
@@ -133,7 +133,7 @@ def shaped_rewards(algorithm: Algorithm, rollouts: Rollouts, *, max_tokens: int)
 def metrics_before_updates(
     algorithm: Algorithm, rollouts: Rollouts, log_probs: Tensor, entropy: Tensor, has_run: Tensor
 ) -> Metrics:
-    """Return metrics over the tokens that have run, from tensors [T]."""
+    """Return metrics over tokens that a forward has run (`has_run`), from tensors [T]."""
     metrics = {"entropy": float(entropy[has_run].double().mean())}
     if rollouts.reference_log_probs is not None:
         policy, reference = log_probs[has_run].double(), rollouts.reference_log_probs[has_run].double()

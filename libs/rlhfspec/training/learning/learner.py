@@ -5,8 +5,8 @@
         for each micro-batch (packing): forward, loss, backward
         clip gradients, step the optimizer and the schedule
 
-Old log-probs come from the trainer's forward before the first update. Policy and critic update in turn, or on a rank
-each (`training.fuse`) with the same bits. Bits depend on the number of threads.
+Old log-probs come from the trainer's forward before the first update. Policy and critic are trained in turn, or on
+one rank each (`training.fuse`) with the same bits. Bits depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Learner:
         device: str = "cpu",
         stored: bool = False,
     ) -> None:
-        """Prepare loaded models for training in place. Those of other ranks may be None."""
+        """Prepare loaded models for training in place. A model that only other ranks train may be None."""
         self.version = 0
         self._spec = spec = settled(spec, device)
         self._num_threads = num_threads or torch.get_num_threads()
@@ -111,7 +111,7 @@ class Learner:
     def from_spec(
         cls, spec: job.Spec, *, ranks: Ranks | None = None, num_threads: int | None = None, device: str = "cpu"
     ) -> Learner:
-        """Load this rank's models, widened layer by layer on a device or when sharded."""
+        """Load this rank's models. On a device or when sharded, widening to float32 happens layer by layer."""
         models, sharing = share_of(spec, ranks or Ranks())
         stored = device != "cpu" or sharing.num_ranks > 1
         how: dict[str, Any] = {"max_context": spec.max_context, "ranks": sharing, "stored": stored}
@@ -282,7 +282,7 @@ class Learner:
     def _blame(
         self, network: Network, backward: Callable[[list[int]], TokenTerms], rollouts: Rollouts, mini: MiniBatch
     ) -> str:
-        """Describe the non-finite gradient, naming its sample on a single rank."""
+        """Describe a non-finite gradient by its sample on a single rank, else by its mini-batch."""
         for sample in mini.samples if self._ranks.num_ranks == 1 else ():
             network.forget_gradients()
             backward([sample])
@@ -310,7 +310,7 @@ class Learner:
 
     @contextmanager
     def _dropout(self, sample: int) -> Iterator[None]:
-        """Enable LoRA dropout, seeded so that no random state is stored."""
+        """Enable LoRA dropout, seeded by update and sample so that no random state needs storing."""
         if not self._lora_dropout:
             yield
             return
@@ -326,7 +326,7 @@ class Learner:
     # -- weights and state ----------------------------------------------------------------------------------
 
     def policy_state(self) -> dict[str, Tensor]:
-        """Return the policy under Hugging Face names with LoRA merged, or {} on a critic's rank. Shares memory."""
+        """Return the policy (LoRA merged, Hugging Face names), maybe in the model's memory; {} on a critic's rank."""
         if "policy" not in self._networks:
             return {}
         weights = self._networks["policy"].weights()
@@ -348,7 +348,7 @@ class Learner:
         return self._all.broadcast(own, source=_MODELS.index("critic")) if is_apart else own
 
     def state(self) -> State:
-        """Return this rank's shares of the training state. Shares memory."""
+        """Return this rank's shares of the training state, which share the learner's memory."""
         state: State = {"version": self.version}
         for model, network in self._networks.items():
             state |= {model: network.own_weights(), f"{model}_optimizer": network.optimizer_state()}

@@ -35,7 +35,7 @@ class ActivationRoom:
         *,
         widens: bool = False,
     ) -> None:
-        """Estimate activations from two short rows. dtype: compute type. widens: bfloat16 becomes float32."""
+        """Estimate activation bytes from two short rows. dtype: compute type. widens: bfloat16 becomes float32."""
         self._setting = spec.training.activation_checkpointing
         self._trunks = trunks
         self._device = device
@@ -48,7 +48,7 @@ class ActivationRoom:
                     self._kept.append(activation_bytes(trunk, num_tokens))
 
     def settle(self, trained: Iterable[torch.Tensor], ranks: Ranks) -> bool:
-        """Enable recomputation on all ranks if one needs it, once weights are on the device."""
+        """Enable recomputation on all ranks if one needs it. Call this once weights are on the device."""
         again = self._setting == "on"
         if self._kept:
             again = not all(ranks.gather(self._fits(sum(local_of(tensor).nbytes for tensor in trained))))

@@ -73,7 +73,7 @@ class Network:
         self._optimizer.zero_grad(set_to_none=True)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return whole weights by first name. Sharded ones reach only rank 0's host; others share memory."""
+        """Return whole weights, tied ones once. Sharded ones are gathered on rank 0's host; others share memory."""
         return _whole(self.own_weights(), self._group)
 
     def own_weights(self) -> dict[str, Tensor | PartOf]:
@@ -97,7 +97,7 @@ class Network:
                 own[name].copy_(_like(own[name], tensor, self._shares.get(name)))
 
     def optimizer_state(self) -> State:
-        """Return this rank's optimizer state, by parameter position. Shares memory."""
+        """Return this rank's optimizer state by parameter index, sharing the optimizer's memory."""
         state = self._optimizer.state_dict()
         of_parameters = {
             str(place): {name: self._kept(place, value) for name, value in of.items()}
@@ -123,7 +123,7 @@ class Network:
         return _part(value, self._shares_by_place[place]) if is_like_it else value
 
     def _placed(self, place: int, value: Any) -> Any:
-        """Cut a loaded value to the parameter's shares, which torch's loading does not do."""
+        """Cut a loaded value to this rank's share of the parameter, because torch's loading does not."""
         parameter, share = self.parameters[place], self._shares_by_place[place]
         if isinstance(value, (Tensor, StoredTensor, PartOf)):
             same = torch.Size(value.shape) == whole_shape(parameter.shape, share)
@@ -187,6 +187,6 @@ def _read(given: Given) -> Tensor:
 
 
 def _step_quietly(schedule: torch.optim.lr_scheduler.LRScheduler) -> None:
-    """Step the schedule without torch's warning, since the optimizer stepped in an earlier process."""
+    """Step the schedule without torch's warning, because the optimizer stepped in an earlier process."""
     schedule.optimizer._opt_called = True  # type: ignore[attr-defined]
     schedule.step()

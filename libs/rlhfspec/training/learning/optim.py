@@ -59,7 +59,7 @@ def make_schedule(
 
 
 def check_settings(training: job.Training) -> None:
-    """Raise InvalidRequest for settings that fail on a test matrix and vector."""
+    """Raise InvalidRequest if an optimizer or schedule cannot be made from its settings."""
     for name in ("optimizer", "critic_optimizer"):
         parameters = [torch.nn.Parameter(torch.zeros(2, 2)), torch.nn.Parameter(torch.zeros(2))]
         optimizer = make_optimizer(parameters, getattr(training, name), field=f"spec.training.{to_camel(name)}")

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 def pack(lengths: Sequence[int], tokens_per_micro_batch: int, *, multiple_of: int = 1) -> list[list[int]]:
     """Pack sequences into micro-batches of indices, each within the budget unless one sequence exceeds it.
 
-    Their number is a multiple of `multiple_of` (ranks). All are in id order.
+    The number of micro-batches is a multiple of `multiple_of` (ranks). Indices are in ascending order.
     """
     budget = tokens_per_micro_batch
     fewest = max(1, -(-sum(min(length, budget) for length in lengths) // budget))
@@ -30,7 +30,7 @@ def pack(lengths: Sequence[int], tokens_per_micro_batch: int, *, multiple_of: in
 def pack_groups(
     prompts: Sequence[tuple[int, ...]], answers: Sequence[int], tokens_per_micro_batch: int, *, multiple_of: int = 1
 ) -> list[list[int]]:
-    """Pack as `pack` does, with neighbours sharing prompts. answers: number of tokens to run.
+    """Pack as `pack` does, with neighbours sharing prompts. answers: number of tokens to run of each response.
 
     Groups are split only to fit the budget or to lower the busiest rank's load.
     """

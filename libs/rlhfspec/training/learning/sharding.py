@@ -54,7 +54,7 @@ def _take(part: nn.Module, device: torch.device, widens: bool) -> None:
 
 
 def _of_other_types(part: nn.Module) -> list[nn.Module]:
-    """Return modules to shard separately, inner ones first, since one gather takes a single dtype."""
+    """Return modules to shard separately, inner ones first, because an FSDP gather takes a single dtype."""
     found: list[nn.Module] = []
 
     def left_in(module: nn.Module) -> torch.dtype | None:

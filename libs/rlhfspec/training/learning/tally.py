@@ -28,7 +28,7 @@ class Tally:
         self._updates: dict[str, list[tuple[float, float]]] = {}  # by model: norm and learning rate of each
 
     def keep(self, tokens: Tensor, said: TokenLogProbs) -> None:
-        """Store the forward's values of these tokens, before any update."""
+        """Store a forward's log-probs and entropy of these tokens, from before any update."""
         assert not self.is_complete, "every token has been kept"
         self.log_probs[tokens] = said.log_probs.detach().cpu()
         self.untempered[tokens] = said.untempered.cpu()
@@ -36,7 +36,7 @@ class Tally:
         self.has_run[tokens] = True
 
     def share(self, ranks: Ranks) -> None:
-        """Combine on all ranks the values that each stored."""
+        """Add up the stored values over ranks, each of which ran some of the tokens."""
         if not self.is_complete:
             self.log_probs, self.untempered, self.entropy = map(
                 ranks.add, (self.log_probs, self.untempered, self.entropy)

@@ -73,7 +73,7 @@ def check_exact(spec: job.Spec) -> None:
 
 
 class ExactForward(TorchForward):
-    """Forward of the policy with the engine's bits, given its dtype, arithmetic and attention_split.
+    """Forward of the policy with the bits of an engine of the same dtype, arithmetic and attention_split.
 
     The model must be prepared for packed rows, float32, on the CPU, and never deep-copied afterwards.
     """
@@ -110,7 +110,7 @@ class ExactForward(TorchForward):
             return super().hidden(batch)
 
     def weights_changed(self) -> None:
-        """Repack the weights in the next forward. In-place changes are detected anyway."""
+        """Make the next forward repack the weights. In-place changes are detected without this call."""
         self._packed_versions = None
 
     def _of(self, hidden: torch.Tensor, targets: torch.Tensor, entropy_gradient: bool) -> dict[str, torch.Tensor]:

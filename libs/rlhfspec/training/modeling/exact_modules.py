@@ -28,7 +28,7 @@ _SWAPPED = (PackedExperts, PackedGatedMLP, PackedLinear, FusedRMSNorm, RowInvari
 
 
 class ExactModules:
-    """Modules of the trained model on kernels. Call `repack` after every parameter change."""
+    """The trained model's modules that run on kernels. Call `repack` after every parameter change."""
 
     def __init__(self, parts: CausalLM, precision: Precision, *, arithmetic: str, max_context: int) -> None:
         self.parts = parts
@@ -64,7 +64,7 @@ class ExactModules:
         self.guard.forget()
 
     def _left_over(self, run: Callable[[], object]) -> Iterator[tuple[str, nn.Module]]:
-        """Yield modules without a kernel whose parameters are rounded."""
+        """Yield modules that have no kernel but must round their parameters."""
         if self._precision.usual == torch.float32:
             return
         with torch.inference_mode(), Reads() as reads:
@@ -144,7 +144,7 @@ def _gated_mlp_forward(module: Any, packed: PackedGatedMLP) -> Callable[..., Any
 
 
 def _experts_forward(experts: Any, packed: PackedExperts, dtype: torch.dtype) -> Callable[..., Any]:
-    """Return an experts forward on the trained module's weights, repacked before it runs."""
+    """Return a forward that runs `packed` experts, with gradients for the trained module's weights."""
     if isinstance(activation := getattr(packed.inner, "act_fn", None), RowInvariantActivation):
         experts.act_fn.forward = _activation_forward(activation)
 

@@ -60,7 +60,7 @@ def load_causal_lm(
 ) -> Any:  # fmt: skip
     """Load the model of a folder or hub id, verified on rank 0. All ranks must call this.
 
-    field: its name in errors. stored: as in `prepared`.
+    field: name of `path` in errors. stored: as in `prepared`.
     """
     model = load_stored(path, field=field, only_trunk=only_trunk)
     options: dict[str, Any] = {"dtype": dtype, "max_context": max_context, "name": field, "stored": stored}

@@ -1,6 +1,6 @@
 """Attention of a packed row in one FlashAttention call, on a GPU in 16 bits.
 
-The twin in `packed` runs elsewhere, and if a small row's results differ.
+The plain torch twin in `packed` runs on other devices and types, or if a small test row's results differ.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Twin = Callable[..., Tensor]
 
 @dataclass(frozen=True, slots=True)
 class RowPart:
-    """Contiguous tokens of a row: a sequence, a shared prompt, or its answer."""
+    """Contiguous tokens of a row: a sequence, a shared prompt, or one of its answers."""
 
     length: int
     behind: int | None = None  # index of the part with the prompt that this answer continues
@@ -95,7 +95,7 @@ def attention(
 def agrees(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, has_window: bool, twin: Twin
 ) -> bool:
-    """Return whether a small row's attention matches the twin's."""
+    """Return whether `attention` matches the twin on a small test row."""
     parts = (RowPart(5), RowPart(40), RowPart(3, 1), RowPart(17, 1), RowPart(1))
     spec = AttentionSpec(
         index=0, num_heads=heads, num_kv_heads=kv_heads, key_dim=dim, value_dim=dim, scale=dim**-0.5, softcap=0.0,

@@ -2,13 +2,13 @@
 
     tokens     ppprrr|pprrrrr     prompt, response; a response's last token is never run
     positions  012345|0123456
-    predicting   ^^^^| ^^^^^^     rows whose output predicts a response token
+    predicting   ^^^^| ^^^^^^     tokens whose output predicts a response token
 
 Neighbours may share a prompt; each answer attends to the prompt and to itself:
 
     tokens     ppppp|rrr|rr|rrr   one prompt, three answers
     positions  01234|567|56|567
-    predicting     ^|^^^|^^|^^^   the prompt's last row predicts the first token of every answer
+    predicting     ^|^^^|^^|^^^   the prompt's last token predicts the first token of every answer
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class _RowWriter:
             self.predicting.extend((last, *range(start, start + len(answer) - 1)))
 
     def _add(self, tokens: Sequence[int], *, behind: int | None = None) -> int:
-        """Add a part, unless it is empty, and return the place of its first token."""
+        """Add a part, unless it is empty, and return the index of its first token."""
         start = len(self.token_ids)
         if tokens:
             first = 0 if behind is None else self.parts[behind].length
@@ -149,7 +149,7 @@ def forward_layout(parts: tuple[RowPart, ...] | None) -> Iterator[None]:
 
 
 def hidden_states(trunk: Any, batch: PackedRow) -> torch.Tensor:
-    """Return the trunk's output [t, hidden] at the predicting places."""
+    """Return the trunk's output [t, hidden] at the positions that predict response tokens."""
     with forward_layout(batch.parts):
         output = run_trunk(trunk, batch.token_ids, batch.position_ids)
     # embedding's backward adds up a row's gradients in order; index_select's on a GPU does not
@@ -172,7 +172,7 @@ def row_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, parts: tuple[RowPart, ...], spec: AttentionSpec,
     scale: float, softcap: float, sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute attention by sequence: query [1, H, T, Dk], key/value [1, Hkv, T, .] -> [1, T, H, Dv]."""
+    """Compute attention sequence by sequence: query [1, H, T, Dk], key/value [1, Hkv, T, .] -> [1, T, H, Dv]."""
     if not softcap and sinks is None and one_call.takes(query, key, value, spec, _by_parts):
         return one_call.attention(query, key, value, parts, spec, scale)
     return _by_parts(query, key, value, parts, spec, scale, softcap, sinks)

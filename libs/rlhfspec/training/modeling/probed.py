@@ -23,7 +23,7 @@ _NAME = "rlhfspec_probed"
 
 
 def probes_of(model: Any, max_context: int) -> tuple[Probe, ...]:
-    """Return the model's probes from position 0, as the trainer has no KV cache."""
+    """Return the model's probes from position 0, because the trainer has no KV cache."""
     num_token_ids = model.get_input_embeddings().num_embeddings
     return choose_without_cache(anatomy_of(model), model.config, max_context, num_token_ids)
 
@@ -50,7 +50,7 @@ _probed: ContextVar[_Probed] = ContextVar("the packed row of probes that runs in
 
 @contextmanager
 def random_keys(model: Any, probes: Sequence[Probe], function: Callable[..., Any]) -> Iterator[None]:
-    """Route one forward's attention to `function`, with the probes' random keys and values."""
+    """Route one forward's attention to `function`, with random first keys and values of each probe."""
     starts = accumulate((len(probe.tokens) for probe in probes), initial=0)
     places = tuple(slice(start, start + probe.num_random) for start, probe in zip(starts, probes, strict=False))
     AttentionInterface.register(_NAME, _attend_probed)

@@ -23,12 +23,12 @@ def recompute(trunk: nn.Module) -> None:
 
 
 def same_row() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return checkpoint contexts for a forward and its rerun, possibly in another thread."""
+    """Return checkpoint contexts. The rerun's restores the row layout, because it may run in another thread."""
     return nullcontext(), forward_layout(layout_now())
 
 
 def activation_bytes(trunk: nn.Module, num_tokens: int) -> int | None:
-    """Return the trunk's activation bytes, or None if they grow faster than linearly."""
+    """Estimate the trunk's activation bytes in a row of tokens; None if they grow faster than linearly."""
     specs = filter(None, map(spec_of, trunk.modules()))
     if any(spec.softcap or spec.has_sinks for spec in specs):
         return None
@@ -46,7 +46,7 @@ def bytes_kept(run: Callable[[], Any]) -> int:
     kept: dict[int, torch.UntypedStorage] = {}  # alive, so that no other storage reuses the address
 
     def count(tensor: torch.Tensor) -> None:
-        """Record only a saved tensor's storage, since its graph would hold all weights."""
+        """Record a saved tensor's storage, not the tensor, because its graph would keep all weights alive."""
         storage = tensor.untyped_storage()
         if not (tensor.is_leaf and tensor.requires_grad):
             kept[storage.data_ptr()] = storage

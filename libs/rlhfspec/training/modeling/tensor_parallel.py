@@ -133,7 +133,7 @@ def _adding_gradients(group: Ranks) -> Callable[[nn.Module, Any], None]:
 
 
 class _Spread:
-    """Input hook of column-parallel layers. Layers of one input share an all-reduce of its gradient."""
+    """Input hook of column-parallel layers. Layers with the same input share an all-reduce of its gradient."""
 
     def __init__(self, group: Ranks) -> None:
         self._group = group

@@ -47,7 +47,7 @@ class Needs:
 
 
 def needs_of(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int, workers: dict[str, int]) -> list[Needs]:
-    """Return all roles' needs in order of GPU assignment. shapes: by spec.model field. workers: by stage."""
+    """Return all roles' needs in order of GPU assignment. shapes: by spec.model field. workers: number by stage."""
     found = [trainer(spec, shapes, gpu_bytes), generator(spec, shapes, gpu_bytes, workers["generator"])]
     for stage in ("reference", "critic"):
         if workers.get(stage):
@@ -123,7 +123,7 @@ def layer_bytes_a_token(shape: ModelShape, size: int, *, mixed: bool) -> int:
 
 
 def generator(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int, count: int) -> Needs:
-    """Return a generator's needs. KV fills its part of the GPU, up to what all sequences use.
+    """Return a generator's needs. KV takes the rest of the GPU memory fraction, up to the need of all sequences.
 
     Tensor parallel processes divide weights and KV heads; only the first holds the drafter.
     """
@@ -199,7 +199,7 @@ def memory_of(given: str) -> int:
 
 
 def weights_seconds(num_bytes: int) -> Iterator[tuple[str, float]]:
-    """Yield each weight transfer and its seconds from trainer to generator.
+    """Yield each way of weight transfer, with its seconds from trainer to generator.
 
     >>> [f"{way} {seconds:.0f} s" for way, seconds in weights_seconds(16_060_000_000)]
     ['file 32 s', 'grpc 58 s']

@@ -1,4 +1,4 @@
-"""LRU cache of prompts in a scorer's KV blocks, shared by their answers."""
+"""LRU cache of prompts in a scorer's KV blocks, shared by each prompt's responses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LEAST_TOKENS = 64  # a shorter prompt is run with its answer, as an extra forwar
 
 
 class KeptPrompts:
-    """Prompt cache. Callers `take` blocks, then `keep` a prompt in them or `give_back`."""
+    """Prompt cache. Callers `take` blocks, then `keep` a prompt in them or `give_back` the blocks."""
 
     def __init__(self, *, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks

@@ -37,8 +37,8 @@ _LOGITS_AT_A_TIME = 1 << 26  # 256 MB in float32
 class LogProbScorer:
     """Thread-safe scorer of a fixed model, which is modified in place.
 
-    temperature: of the policy. dtype, arithmetic: as in the engine. max_context: tokens of prompt and response.
-    keep_prompts: cache prompts with several answers.
+    temperature: the policy's. dtype, arithmetic: the engine's. max_context: maximum of prompt plus response tokens.
+    keep_prompts: cache prompts with several responses.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class LogProbScorer:
         return one_of(self.log_probs_of([(prompt_token_ids, token_ids)]))
 
     def log_probs_of(self, pairs: Sequence[Pair]) -> list[Scored]:
-        """Return log-probs or an error for each pair, ideally `at_once` pairs."""
+        """Return log-probs or an error for each pair. Calls with `at_once` pairs are fastest."""
         return self._rows.numbers_of(
             pairs, lambda logits, ids: gumbel.token_log_probs(logits, ids, self.temperature), "reference log-prob"
         )
@@ -83,7 +83,7 @@ def log_probs_reference(
 
 
 class SequenceRows:
-    """Model on the engine's kernels that evaluates the output rows of response tokens."""
+    """Model on the engine's kernels, evaluated at the positions that predict response tokens."""
 
     def __init__(
         self, model: Any, name: str, *, max_context: int, dtype: str, arithmetic: str, device: str, keep_prompts: bool
@@ -126,7 +126,7 @@ class SequenceRows:
     def numbers_of(
         self, pairs: Sequence[Pair], read: Callable[[torch.Tensor, IntArray], torch.Tensor], what: str
     ) -> list[Scored]:
-        """Return read(output rows [n, width], predicted tokens [n]) -> [n] for each response.
+        """Return, for each response, `read(outputs [n, width], tokens [n])`: a number per response token.
 
         Non-finite numbers give a NumericalError that names `what`.
         """
@@ -187,7 +187,7 @@ class SequenceRows:
         return torch.split(numbers, [len(each.tokens) - each.first for each in together])
 
     def _prompt(self, row: int, prompt: IntArray) -> list[_Piece]:
-        """Map a prompt's slots and return its pieces to run, none if cached."""
+        """Assign a prompt's KV slots to a row, and return the pieces to run (none if cached)."""
         held = self._kept.find(prompt)
         blocks = self._kept.take(len(prompt)) if held is None else held
         self._place(row, 0, blocks)
@@ -206,9 +206,9 @@ class SequenceRows:
         self._slot_table[row, position : position + len(slots)] = slots
 
     def _checked(self, prompt: Sequence[int], response: Sequence[int]) -> tuple[IntArray, IntArray, int]:
-        """Return the tokens to run, their targets, and the first place to read.
+        """Return the tokens to run, their targets, and the first position to read.
 
-        The last token is not run. Targets before the first place are -1.
+        The last token is not run. Targets before that position are -1.
         """
         if not prompt or not response:
             raise InvalidRequest("token_ids", [list(prompt), list(response)], "prompt and response must not be empty")

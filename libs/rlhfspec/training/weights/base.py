@@ -33,7 +33,7 @@ class WeightStore(Protocol):
     def put(self, job: str, role: Role, version: int, state_dict: StateDict) -> Weights:
         """Store a copy of a version and return the record to publish.
 
-        Later versions stay, since a resumed trainer puts older ones again.
+        Later versions are kept, because a resumed trainer stores older ones again.
         """
         ...
 
@@ -59,7 +59,7 @@ def refuse_other(place: object, found: str, record: Weights) -> None:
 
 
 def newest_kept(store: WeightStore, records: Iterable[Weights]) -> tuple[Weights, dict[str, torch.Tensor]] | None:
-    """Return the newest version with its tensors, or None without records or if it is already replaced."""
+    """Return the newest version with its tensors, or None without records or if the store has only newer ones."""
     newest = max(records, key=lambda record: record.version, default=None)
     if newest is None:
         return None
@@ -72,7 +72,7 @@ def newest_kept(store: WeightStore, records: Iterable[Weights]) -> tuple[Weights
 
 
 def retired(kept: Collection[int], keep: int) -> list[int]:
-    """Return the versions to drop.
+    """Return the versions to drop, keeping the newest `keep`.
 
     >>> retired([1, 7, 3, 2], keep=2)
     [1, 2]

@@ -1,8 +1,8 @@
 """Weight store on a shared file system: one safetensors file per version, renamed into place.
 
-Readers map the file, which stays valid after it is unlinked. They check the noted sha256 against the record and the
-noted xxh3_128 against the bytes, or else the bytes' own sha256 against the record. An xxh3_128 can be forged, so
-writers in the folder are trusted.
+Readers map the file, which stays valid after it is unlinked. They compare the stored sha256 with the record and the
+stored xxh3_128 with the bytes, or else the bytes' own sha256 with the record. Since xxh3_128 can be forged, all
+writers in the folder must be trusted.
 """
 
 from __future__ import annotations

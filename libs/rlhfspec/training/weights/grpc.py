@@ -64,7 +64,7 @@ class GrpcWeightStore:
         self._server.add_to(server)
 
     def close(self) -> None:
-        """End waits in `get` with a WeightsVersionError within a second."""
+        """Make waiting `get` calls raise WeightsVersionError within a second."""
         self._closed.set()
 
     def put(self, job: str, role: Role, version: int, state_dict: StateDict) -> Weights:

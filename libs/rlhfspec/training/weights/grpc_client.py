@@ -1,4 +1,4 @@
-"""gRPC client that takes a version of weights from one address."""
+"""gRPC client that fetches a version of weights from one address."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ OPTIONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchOutcome:
-    """Result of one attempt. `packed`: only for `whole`. `wrong`: bytes or header do not match the record.
+    """Result of one attempt. `packed`: only for kind `whole`. Kind `wrong`: bytes or header do not match the record.
 
-    `other`: the version has another digest. `have`: newest version at an address that lacks this one.
+    Kind `other`: the version has another digest. `have`: newest version at an address that lacks this one.
     """
 
     kind: Literal["whole", "missing", "busy", "failed", "wrong", "other"]
@@ -101,7 +101,7 @@ class GrpcWeightClient:
 
     @contextmanager
     def _watched(self, call: grpc.Call) -> Iterator[_Watch]:
-        """Cancel the call if the server is silent too long, since reads have no timeout."""
+        """Cancel the call if the server is silent too long, because reads have no timeout."""
         watch, clock = _Watch(), AwakeClock()
 
         def run() -> None:

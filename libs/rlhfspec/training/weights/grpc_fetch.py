@@ -20,7 +20,7 @@ BUSY = 10  # factor of `wait_seconds` for a busy trainer
 class Fetch:
     """Fetch from the trainer, or from peers for versions that it lacks.
 
-    No attempt begins later than `wait_seconds` after the first, or `BUSY` times that with a busy trainer.
+    Attempts end `wait_seconds` after the first, or after the last busy reply within `BUSY` times that.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Messages of `/rlhfspec.Weights/Get`: request, answer, then header and buffer pieces."""
+"""Messages of `/rlhfspec.Weights/Get`: request, status, then header and buffer pieces."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class WeightsRequest(WeightsMessage):
 
 
 class WeightsAnswer(WeightsMessage):
-    """Answer before the bytes. `missing`: the newest version here is `have`. `busy`: too many open streams."""
+    """Status before the weight bytes. `missing`: the newest version here is `have`. `busy`: too many open streams."""
 
     kind: Literal["weights", "missing", "busy"]
     have: int = 0

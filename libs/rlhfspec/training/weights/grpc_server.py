@@ -20,7 +20,7 @@ MAX_STREAMS = 4  # at once: each holds a thread of the server, which health chec
 
 
 class GrpcWeightServer:
-    """gRPC handler of weights. `readers`: certificate names that may fetch, None for all."""
+    """gRPC handler that serves weights. `readers`: certificate names that may fetch, None for all."""
 
     def __init__(self, kept: KeptVersions, *, readers: Collection[str] | None = None) -> None:
         self._kept = kept

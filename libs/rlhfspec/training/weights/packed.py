@@ -37,7 +37,7 @@ DTYPES = {
 
 
 class WeightsHeader(WeightsMessage):
-    """Header before the bytes of a version. Tied tensors are stored once; `same_as` has the other names."""
+    """Header before the bytes of a version. Tied tensors are stored once; `same_as` maps the other names to them."""
 
     schema_version: Literal[1] = 1
     job: str = Field(max_length=253)

@@ -60,7 +60,7 @@ def not_allowed(known: Situation) -> str:
 
 
 def references(known: Situation) -> tuple[NamedObject, ...]:
-    """Return the objects that the job names."""
+    """Return the Kubernetes objects that the job refers to."""
     storage, found = known.spec.storage, list[NamedObject]()
     if storage.secret is not None:
         found.append(NamedObject("Secret", storage.secret, "spec.storage.secret"))
@@ -81,7 +81,7 @@ def refused(template: Mapping[Any, Any], allowed: Collection[str], path: str) ->
 
 
 def _templates(known: Situation) -> Iterator[tuple[str, str, Mapping[Any, Any]]]:
-    """Yield (role, path, template); a template for all roles has the least privileged one."""
+    """Yield (role, path, template); a template for all roles is paired with the least privileged one."""
     least = next((role for role in names.ROLES if role not in known.settings.allowed.code_roles), names.ROLES[0])
     if known.spec.pod_template:
         yield least, "spec.podTemplate", known.spec.pod_template
@@ -91,7 +91,7 @@ def _templates(known: Situation) -> Iterator[tuple[str, str, Mapping[Any, Any]]]
 
 
 def _fields(value: Any, path: str, shown: str, above: Collection[str]) -> Iterator[_Field]:
-    """Yield the fields below the paths in `above`, and scalars at them."""
+    """Yield the fields below the paths in `above`; a scalar at such a path is a field itself."""
     if path in above and isinstance(value, Mapping):
         for name, each in value.items():
             name_as = "containers" if (path, name) == ("spec", "initContainers") else name
@@ -105,7 +105,7 @@ def _fields(value: Any, path: str, shown: str, above: Collection[str]) -> Iterat
 
 @cache
 def _above(paths: Collection[str]) -> frozenset[str]:
-    """Return the proper prefixes of these entries' paths that are no entries.
+    """Return the proper prefixes of the entries' paths that are not entries themselves.
 
     >>> sorted(_above(("spec.volumes.name", "spec.dnsPolicy=None")))
     ['', 'spec', 'spec.volumes']
@@ -133,7 +133,7 @@ def _is_allowed(field: _Field, allowed: Collection[str]) -> bool:
 
 
 def _taken(template: Mapping[Any, Any], clusters: Mapping[Any, Any], path: str) -> Iterator[str]:
-    """Yield containers of the chart that a template changes, and its mounts of reserved volumes."""
+    """Yield the paths at which a template changes the chart's containers or mounts reserved volumes."""
     containers = {each["name"] for each in containers_of(clusters)} - {names.CONTAINER}
     volumes = _KEPT_VOLUMES | {each["name"] for each in clusters.get("spec", {}).get("volumes", ())}
     for kind in CONTAINERS:

@@ -1,4 +1,4 @@
-"""Classification of pod ends, and the restart delays of their workers.
+"""Classification of ended pods, and restart delays of their workers.
 
 Example:
     >>> from dataclasses import replace
@@ -182,12 +182,12 @@ def forgive_after_progress(known: Situation) -> Situation:
 
 
 def has_left(pod: PodView) -> bool:
-    """Return whether rank 0 released this rank on another node."""
+    """Return whether a trainer pod without rank 0 ended because rank 0 released it."""
     return pod.role == "trainer" and pod.worker > 0 and pod.is_finished and end_of(pod).cause != "failure"
 
 
 def count_end_of_set(known: Situation, ended: list[PodView]) -> Situation:
-    """Count only the end of the pod that broke the set."""
+    """Count only the end of the trainer pod that broke the set, because it ended the others too."""
     ended = [pod for pod in ended if not has_left(pod)]
     new = [pod for pod in ended if known.memory.of_worker(worker_name(pod.key)).pod != pod.uid]
     if new and len(new) == len(ended):
@@ -201,14 +201,14 @@ def count_end_of_set(known: Situation, ended: list[PodView]) -> Situation:
 
 
 def _likely_cause(pod: PodView) -> tuple[bool, float, int]:
-    """Return a sort key with killed or disrupted pods first, then by time."""
+    """Return a sort key that puts killed or disrupted pods first, and earlier ends before later ones."""
     end = end_of(pod)
     at = pod.terminated.at if pod.terminated else None
     return end.cause == "failure" and end.failure != "killed", at.timestamp() if at else 0.0, pod.worker
 
 
 def keep_together(known: Situation, due: list[Worker]) -> tuple[list[Worker], Actions]:
-    """Return the due pods that may be created, and the removals of a broken set."""
+    """Return the due workers whose pods may be created, and the removals of a broken set of trainer pods."""
     if known.spec.roles.trainer.nodes == 1:
         return due, NOTHING
     pods = [pod for pod in known.pods if pod.role == "trainer"]

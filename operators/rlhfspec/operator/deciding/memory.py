@@ -1,4 +1,4 @@
-"""Memory of the operator about a job, kept in the job's status.
+"""The operator's memory of a job, kept in the job's status.
 
 Example:
     >>> memory = Memory.of({"internal": {"number": 2, "state": "open", "prepared": True}})
@@ -60,7 +60,7 @@ class JobOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory of a job, whose run is open, closing while its pods are removed, or closed."""
+    """Memory of a job. Its run is open, closing (its pods are being removed) or closed."""
 
     number: int = 0  # number of the run
     generation: int = 0  # of the job when the run opened

@@ -113,7 +113,7 @@ class PodView:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Refusal of an object, forgotten once it is accepted."""
+    """Rejection of an object by the API server, forgotten once the object is accepted."""
 
     kind: str
     name: str

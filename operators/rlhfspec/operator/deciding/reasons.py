@@ -163,7 +163,7 @@ def _missing(pod: PodView) -> Iterator[str]:
 
 
 def _mount_warnings(pod: PodView) -> Iterator[str]:
-    """Yield mount warnings, latest first; a pod with a sandbox has all its mounts."""
+    """Yield mount warnings, latest first; none if the pod has a sandbox, because its mounts then succeeded."""
     if pod.phase != "Pending" or pod.has_sandbox:
         return
     for warning in reversed(pod.warnings):
@@ -172,7 +172,7 @@ def _mount_warnings(pod: PodView) -> Iterator[str]:
 
 
 def roles_that_lack_ours(known: Situation) -> list[str]:
-    """Return the roles whose pods lack objects of the operator."""
+    """Return the roles whose pods lack a ConfigMap or Secret that the operator creates."""
     config, roles = names.config_name(known.job.name, known.job.uid), list[str]()
     for pod in _pods(known):
         ours = {f'"{config}" not found', f'"{names.secret_name(known.job.name, pod.role, known.job.uid)}" not found'}
@@ -256,7 +256,7 @@ def _out_of_memory(known: Situation) -> Iterator[str]:
 
 
 def _trouble(reason: str) -> Find:
-    """Return a finder of a trouble that control reports."""
+    """Return a function that finds troubles with this reason in the report of `control`."""
 
     def find(known: Situation) -> Iterator[str]:
         for trouble in known.fresh_report.troubles if known.fresh_report else ():

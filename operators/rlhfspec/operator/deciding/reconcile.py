@@ -137,7 +137,7 @@ def _look_whether_all_run(known: Situation) -> Situation:
 
 
 def _over(known: Situation) -> tuple[Situation, Actions]:
-    """Take down a job with an outcome, by its deletion policy."""
+    """Remove the pods of a job with an outcome, as its deletion policy requires."""
     outcome, policy = known.memory.outcome, known.spec.deletion_policy
     assert outcome is not None
     keep = (policy.succeeded if outcome.type == "Succeeded" else policy.failed) == "keep"
@@ -191,7 +191,7 @@ def _seconds_before_made(known: Situation, key: Worker) -> float:
 
 
 def _look_after(known: Situation, pod: PodView) -> Actions:
-    """Remove a pod that must restart; a finished one keeps its logs until its worker is due."""
+    """Remove a pod that must restart; a finished pod stays, with its logs, until its worker's restart is due."""
     not_before = known.memory.of_worker(worker_name(pod.key)).not_before
     if pod.is_deleting or pod.run != known.run_uid or _must_restart(known, pod):
         return known.removal_of(pod)
@@ -208,7 +208,7 @@ def _must_restart(known: Situation, pod: PodView) -> bool:
 
 
 def _surplus(known: Situation) -> Iterator[PodView]:
-    """Yield surplus pods, but running generators one at a time since each hands over sequences."""
+    """Yield surplus pods, but running generators one at a time because each hands over sequences."""
     if not known.memory.prepared:
         return
     wanted = set(known.wanted)
@@ -232,7 +232,7 @@ def _deleting(known: Situation) -> ReconcilePlan:
 
 
 def _remove_forged(known: Situation) -> Iterator[Actions]:
-    """Yield removals of forged pods, once a status with their uids would have arrived from another replica."""
+    """Yield removals of forged pods, delayed because another replica's status may still confirm their uids."""
     for pod in known.observed.pods:
         if not known.is_made(pod):
             at = pod.created + timedelta(seconds=STALE_AT_MOST_SECONDS)

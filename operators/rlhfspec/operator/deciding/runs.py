@@ -81,7 +81,7 @@ def take_down(known: Situation, *, keep_finished: bool) -> Actions:
 
 
 def is_stale(known: Situation, new_seconds: float) -> bool:
-    """Return whether pods of a later run show that this job is stale."""
+    """Return whether recent pods of a later run show that this view of the job is stale."""
     number = known.memory.number
     next_runs = {names.run_uid(known.job.uid, later) for later in (number + 1, number + 2)}
     return any(pod.run in next_runs and known.seconds_since(pod.created) < new_seconds for pod in known.observed.pods)

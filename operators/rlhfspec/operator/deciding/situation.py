@@ -27,7 +27,7 @@ _LEAST_REQUEUE_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Deletion of the object with this `uid`; `grace_seconds` None means its own."""
+    """Deletion of the object with this `uid`; `grace_seconds` None keeps the object's own grace period."""
 
     kind: Literal["Pod", "RLHFJob"]
     name: str
@@ -37,7 +37,7 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class NamedObject:
-    """Object in the job's namespace that a `field` names."""
+    """Object in the job's namespace that the job's `field` names."""
 
     kind: str
     name: str
@@ -100,7 +100,7 @@ class Actions:
 
 @dataclass(frozen=True, kw_only=True)
 class ReconcilePlan(Actions):
-    """Result of one reconcile, whose actions follow only after the status was written."""
+    """Result of one reconcile, whose actions are carried out after the status was written."""
 
     status: dict[str, Any]
     events: tuple[Event, ...] = ()
@@ -161,7 +161,7 @@ class Situation:
         return tuple(pod for pod in self.observed.pods if self.is_made(pod))
 
     def is_made(self, pod: PodView) -> bool:
-        """Return whether the operator made this pod, by uid or proof."""
+        """Return whether the operator made this pod, judged by its recorded uid or its proof."""
         worker = worker_name(pod.key)
         return pod.uid == self.memory.made.get(worker) or pod.proof == self.proof_of(worker)
 
@@ -191,7 +191,7 @@ class Situation:
 
     @property
     def report(self) -> Report | None:
-        """Return the last report if it is of this run."""
+        """Return the last report if it is about this run."""
         report = self.observed.report
         return report if report is not None and report.run == self.run_uid and self.memory.state == "open" else None
 
@@ -204,7 +204,7 @@ class Situation:
         return (self.now - time).total_seconds()
 
     def is_lost(self, pod: PodView) -> bool:
-        """Return whether a deleted pod outlived its grace period."""
+        """Return whether a deleted pod exceeded its grace period by LOST_SECONDS."""
         return pod.gone_by is not None and self.seconds_since(pod.gone_by) >= LOST_SECONDS
 
     def refused_seconds(self, kind: str, name: str) -> float:

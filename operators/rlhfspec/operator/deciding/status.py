@@ -107,7 +107,7 @@ def _run(known: Situation) -> dict[str, Any]:
 
 
 def _restarts(memory: Memory) -> dict[str, Any]:
-    """Return the restart counts; `byWorker` is of this run."""
+    """Return the restart counts; `byWorker` covers only the current run."""
     by_worker = {name: worker.restarts for name, worker in sorted(memory.workers.items()) if worker.restarts}
     return {"total": memory.total, "counted": memory.counted, "byWorker": by_worker}
 
@@ -151,7 +151,7 @@ def _steps_of(known: Situation) -> int:
 
 
 def _completed_step(known: Situation) -> int:
-    """Return the step in the trainer's last line, which control may not have reported."""
+    """Return the step in the trainer's final message, because control may not have reported it, or 0."""
     outcome = known.memory.outcome
     said = re.match(r"completed: step (\d+)", outcome.message) if outcome and outcome.type == "Succeeded" else None
     return int(said[1]) if said else 0

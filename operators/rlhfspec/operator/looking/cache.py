@@ -181,7 +181,7 @@ class Cache:
         return keys
 
     def leave(self, namespace: str) -> None:
-        """Forget a namespace that is no longer watched; its objects may return."""
+        """Forget a namespace that is no longer watched, without recording its objects as deleted."""
         self.left.add(namespace)
         self._jobs = {key: job for key, job in self._jobs.items() if key[0] != namespace}
         self._pods = {key: pods for key, pods in self._pods.items() if key[0] != namespace}
@@ -256,7 +256,7 @@ class Cache:
         )
 
     def pods(self, key: Key) -> list[PodView]:
-        """Return the pods of a job, without those of an older job of its name."""
+        """Return the pods of a job, without those of an earlier job with the same name."""
         job = self._jobs.get(key)
         held = sorted(self._pods.get(key, {}).items())
         return [
@@ -266,7 +266,7 @@ class Cache:
         ]
 
     def _gone_by(self, pod: _Pod) -> datetime | None:
-        """Return the end of a pod's grace period by the local clock."""
+        """Return when a deleted pod's grace period ends by the local clock, or None."""
         if pod.marked is None:
             return None
         return datetime.now(UTC) + timedelta(seconds=pod.view.grace_seconds - (self._now() - pod.marked))

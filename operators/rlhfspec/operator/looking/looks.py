@@ -1,4 +1,4 @@
-"""Reconcile of one job, which caches responses to writes before their watch events."""
+"""Reconcile of one job. Responses to writes enter the cache before their watch events arrive."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ class _RecordedEvent:
 
 
 class EventRecorder:
-    """Writer of events, which only counts repeated ones."""
+    """Writer of Kubernetes events; a repeated event only increases its count."""
 
     def __init__(self, api: Api, *, now: Callable[[], float] = time.monotonic) -> None:
         self._api = api

@@ -19,7 +19,7 @@ FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS = 0.5, 60.0
 
 @dataclass(frozen=True, slots=True)
 class ReconcileResult:
-    """Result of a reconcile; `did` identifies its actions, None if there were none."""
+    """Result of a reconcile; `did` identifies its actions and is None if there were none."""
 
     requeue_seconds: float | None = None
     did: object = None
@@ -45,7 +45,7 @@ class _Entry:
 
 
 class WorkQueue:
-    """Queue of jobs to reconcile; `waited` receives each delay in seconds."""
+    """Queue of jobs to reconcile; `waited` receives the seconds that each reconcile was late."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class WorkQueue:
             self._arrived.set()
 
     def _next(self) -> Key:
-        """Pop the next job, with namespaces in turn."""
+        """Pop the next job, taking namespaces in turn."""
         namespace = next(iter(self._ready))
         waiting = self._ready.pop(namespace)
         key = waiting.popleft()
@@ -95,7 +95,7 @@ class WorkQueue:
         return key
 
     async def work(self) -> None:
-        """Run reconciles until cancelled; several workers may run."""
+        """Run reconciles until cancelled; several tasks may do so concurrently."""
         async with asyncio.TaskGroup() as running:
             while True:
                 while not self._ready:

@@ -29,7 +29,7 @@ _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
 
 def job_view(body: Mapping[str, Any], before: JobView | None = None) -> JobView:
-    """Return the view of an RLHFJob; `before` saves the validation of an equal manifest."""
+    """Return the view of an RLHFJob; `before` is reused to skip the validation of an unchanged manifest."""
     metadata = body["metadata"]
     manifest: Mapping[str, Any] = manifest_of(body)
     if before is not None and before.manifest == manifest:
@@ -69,7 +69,7 @@ def read(manifest: Mapping[str, Any]) -> tuple[RLHFJob | None, tuple[Problem, ..
 
 
 def pod_view(pod: Mapping[str, Any]) -> PodView | None:
-    """Return the view of a pod, identified by owner and name since labels can be forged."""
+    """Return the view of a pod, identified by owner and name because labels can be forged."""
     metadata, spec, status = pod["metadata"], pod.get("spec") or {}, pod.get("status") or {}
     owner = owner_of(metadata)
     if owner is None or (worker := _worker_of(metadata["name"], owner["name"])) is None:
@@ -113,13 +113,13 @@ def _container(status: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _has_sidecar_left(status: Mapping[str, Any]) -> bool:
-    """Return whether a sidecar keeps the pod from ending; the kubelet ends native sidecars."""
+    """Return whether an ordinary sidecar still runs; native sidecars are stopped by the kubelet."""
     others = (each for each in status.get("containerStatuses") or () if each["name"] != names.CONTAINER)
     return any("terminated" not in (each.get("state") or {}) for each in others)
 
 
 def _phase_of_worker(status: Mapping[str, Any], container: Mapping[str, Any]) -> Any:
-    """Return the phase of the worker's container, or of the pod if that has a reason."""
+    """Return the pod's phase, or that of its ended worker container unless the pod has a reason of its own."""
     ended = (container.get("state") or {}).get("terminated")
     if ended and not status.get("reason"):
         return "Failed" if ended.get("exitCode") else "Succeeded"

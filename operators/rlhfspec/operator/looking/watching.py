@@ -24,7 +24,7 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WatchSource:
-    """Kind to watch; `cached` names the cached objects that a list can prove deleted."""
+    """Kind to watch; cached objects of kind `cached` that are missing from a list are removed."""
 
     version: str
     kind: str
@@ -36,7 +36,7 @@ class WatchSource:
 
 
 class Informers:
-    """Watches of fixed namespaces, or of those with `label`, which `joins` and `leaves` receive."""
+    """Watches of fixed namespaces, or of those with `label`; `joins` and `leaves` receive the names of the latter."""
 
     def __init__(
         self, cache: Cache, namespaces: Sequence[str], tell: Callable[[Key], None], *, label: str = "",
@@ -107,7 +107,7 @@ class Informers:
             self._tell(key)
 
     def problems(self) -> dict[str, str]:
-        """Return the watch problem or "" of each namespace; the key "" is the list of namespaces."""
+        """Return the watch problem or "" of each namespace; the key "" stands for the watch of namespaces."""
         label = {} if self._labelled is None else {"": self._problems.get((None, self._labelled.kind), "")}
         return label | {namespace: self._problem_of(namespace) for namespace in self._namespaces}
 

@@ -57,7 +57,7 @@ def admits(known: Situation) -> bool:
 
 
 def withdraws(known: Situation) -> bool:
-    """Return whether Kueue requires the run to close; a missing Workload does not."""
+    """Return whether Kueue requires the run to close; a missing Workload is no reason."""
     seen = known.observed.queueing.workload
     return is_queued(known) and seen is not None and not seen.is_admitted
 
@@ -92,7 +92,7 @@ def _said_of(known: Situation, seen: WorkloadView) -> Iterator[str]:
 
 
 def places(known: Situation) -> dict[str, dict[str, Any]]:
-    """Return the admitted number of pods and the additions to each, by role."""
+    """Return, by role, the admitted number of pods and Kueue's additions to each pod."""
     seen = known.observed.queueing.workload
     if not is_queued(known) or seen is None:
         return {}
@@ -144,7 +144,7 @@ def settle(known: Situation) -> Actions:
 
 
 def _belongs_in_queue(known: Situation) -> bool:
-    """Return whether the job should be queued."""
+    """Return whether the job should have a Workload."""
     if not is_queued(known) or _is_paused(known):
         return False
     return known.memory.state == "open" or (known.memory.state == "closed" and trial.is_passed(known))
@@ -155,7 +155,7 @@ def _is_paused(known: Situation) -> bool:
 
 
 def _give_back(known: Situation, seen: WorkloadView) -> Actions:
-    """Release the quota of a closed run, or the Workload of a suspended or changed job."""
+    """Release the quota of an evicted job, or delete the Workload of a suspended, finished or changed one."""
     is_over = _is_paused(known) or seen.is_true("Finished")
     if is_over or seen.asked != _asked(workload_of(known)):
         return Actions(workload=WorkloadWrite("delete", seen.name, seen.uid))
@@ -192,7 +192,7 @@ def _finish(known: Situation, seen: WorkloadView, outcome: JobOutcome) -> Worklo
 
 
 def _say_ready(known: Situation, seen: WorkloadView) -> WorkloadWrite | None:
-    """Report PodsReady once, because Kueue may evict jobs that never do."""
+    """Report PodsReady once, because Kueue may evict jobs that never become ready."""
     if known.memory.running_since is None or seen.is_true("PodsReady"):
         return None
     return _status(known, seen, [("PodsReady", True, "Started", "All pods of the job have been ready")])
@@ -234,7 +234,7 @@ def _asked(workload: dict[str, Any]) -> str:
 
 
 def counts(known: Situation) -> dict[str, int]:
-    """Return the number of pods per role, of elastic generators the maximum."""
+    """Return the number of pods per role; for elastic generators, the maximum."""
     assert known.job.job is not None
     wanted = {names.CONTROL: 1} | pods_of(known.job.job)
     replicas = known.spec.roles.generator.replicas

@@ -22,7 +22,7 @@ _LAST_PORT = 65535
 
 @dataclass(frozen=True, slots=True)
 class OwnPorts:
-    """Ports between pods of these roles of one job."""
+    """Ports that are open between pods of `roles` within one job."""
 
     name: str
     roles: tuple[str, ...]

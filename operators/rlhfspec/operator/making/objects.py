@@ -1,4 +1,4 @@
-"""Objects of a job beside its pods: ConfigMap, Secrets, Service and PodGroup."""
+"""Objects of a job other than its pods: ConfigMap, Secrets, Service and PodGroup."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def config_map(known: Situation) -> dict[str, Any]:
 
 
 def ranks_service(known: Situation) -> dict[str, Any]:
-    """Return the headless Service of the trainer's pods, also unready ones, because ranks meet earlier."""
+    """Return the trainer's headless Service, with unready pods because ranks connect before they are ready."""
     job = known.job
     return {
         "apiVersion": "v1",

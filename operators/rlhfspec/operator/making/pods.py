@@ -1,4 +1,4 @@
-"""Pod of one worker, for *restricted* pod security and the same at every restart within a run."""
+"""Pod of one worker, valid under the *restricted* security standard and the same at every restart in a run."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def image_of(known: Situation, role: str, options: PodOptions) -> str:
 
 
 def command(known: Situation, key: Worker) -> list[str]:
-    """Return the command line, as in the local supervisor."""
+    """Return a worker's command line, the same as under the local supervisor."""
     role, worker = key
     module = ["-m", f"rlhfspec.{role}", "--connections", str(names.CONNECTIONS_FILE)]
     ranks = known.spec.roles.trainer.ranks_per_node if role == "trainer" else 1
@@ -198,7 +198,7 @@ def _environment(known: Situation, role: str) -> list[dict[str, Any]]:
 
 
 def _threads(resources: Mapping[Any, Any], processes: int) -> list[dict[str, Any]]:
-    """Return OMP_NUM_THREADS for the CPU limit, since torch counts the node's cores.
+    """Return OMP_NUM_THREADS for the CPU limit, because torch would count the node's cores.
 
     >>> _threads({"limits": {"cpu": "3500m"}}, 1), _threads({"limits": {"cpu": 8}}, 2), _threads({}, 1)
     ([{'name': 'OMP_NUM_THREADS', 'value': '3'}], [{'name': 'OMP_NUM_THREADS', 'value': '4'}], [])
@@ -275,7 +275,7 @@ def num_gpus(known: Situation, role: str) -> int:
 
 
 def _gpus(known: Situation, role: str, options: PodOptions) -> dict[str, int]:
-    """Return the GPU limits of the worker's container by kind, resource claims as one device each."""
+    """Return the worker container's GPU limits by kind, counting each resource claim as one device."""
     resources = _resources(known, role, options)
     limits, claims = resources.get("limits"), resources.get("claims")
     found = {
@@ -313,13 +313,13 @@ def group_name(known: Situation) -> str:
 
 
 def group_counts(known: Situation) -> dict[str, int]:
-    """Return the number of workers per role that start together, of elastic generators the minimum."""
+    """Return the number of workers per role that start together; for elastic generators, the minimum."""
     replicas = known.spec.roles.generator.replicas
     return known.num_workers() | ({"generator": replicas.min} if replicas else {})
 
 
 def _of_scheduler(known: Situation, key: Worker) -> dict[str, Any]:
-    """Return a gang scheduler's additions to a pod."""
+    """Return the additions to a pod that its gang scheduler needs."""
     scheduling, (role, worker) = known.spec.scheduling, key
     is_member = role != names.PREPARE and worker < group_counts(known).get(role, 0)
     if scheduling.gang == "kueue":

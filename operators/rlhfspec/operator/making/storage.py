@@ -33,7 +33,7 @@ def mounts(known: Situation, role: str) -> list[dict[str, Any]]:
 
 
 def variables(known: Situation, role: str) -> dict[str, str]:
-    """Return the variables with cache folders; HF_HOME must be writable."""
+    """Return the environment variables for cache folders; HF_HOME must be writable."""
     shared = _writes_all(known, role)
     return {
         "RLHFSPEC_CACHE": str(names.CACHE),
@@ -43,7 +43,7 @@ def variables(known: Situation, role: str) -> dict[str, str]:
 
 
 def protect_claims(known: Situation, role: str, spec: dict[str, Any], cluster: Mapping[Any, Any]) -> None:
-    """Make mounts of claims read-only, except those of operator and chart."""
+    """Make mounts of claims read-only, except those that the operator or the chart adds."""
     ours = next(
         each for each in (*cluster.get("spec", {}).get("volumes", ()), volume(known)) if each["name"] == _VOLUME
     )

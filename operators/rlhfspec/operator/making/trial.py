@@ -1,4 +1,4 @@
-"""Dry run of a job's pods before a run, since only the API server can validate their fields."""
+"""Dry run of a job's pods before a run, because only the API server can validate their fields."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TYPES = {"string": "a string", "bool": "true or false"} | dict.fromkeys(("int",
 
 
 def actions(known: Situation) -> Actions:
-    """Return the dry run that is due before the next run, one per generation."""
+    """Return the dry run that is due before the next run; each generation of the job has one."""
     memory, last = known.memory, known.observed.trial
     if memory.state != "closed" or not _is_needed(known) or not (memory.outcome is None or known.never_ran):
         return NOTHING
@@ -53,7 +53,7 @@ def _is_needed(known: Situation) -> bool:
 
 
 def _roles(known: Situation) -> list[str]:
-    """Return the roles with user-written pod fields; a template for all is tried with `prepare`."""
+    """Return the roles with user-written pod fields; a template for all roles is tried with `prepare`."""
     if known.job.job is None:
         return []
     roles = (names.PREPARE, names.CONTROL, *workers_of(known.job.job))
@@ -76,7 +76,7 @@ def unlabelled(
 
 
 def problem_of(job: RLHFJob | None, tried: Sequence[dict[str, Any]], answers: Sequence[ApiResponse]) -> str:
-    """Return the first problem of the user's fields, or an empty text."""
+    """Return the API server's first problem with the user's fields, or an empty text."""
     for pod, answer in zip(tried, answers, strict=True):
         if _is_about_words(answer):
             where = _where(job, pod["metadata"]["labels"][names.ROLE])
@@ -85,7 +85,7 @@ def problem_of(job: RLHFJob | None, tried: Sequence[dict[str, Any]], answers: Se
 
 
 def refusals(tried: Sequence[dict[str, Any]], answers: Sequence[ApiResponse]) -> list[tuple[str, ApiResponse]]:
-    """Return the refusals of `prepare` that its creation would repeat."""
+    """Return the rejections of the `prepare` pod that would also occur without a dry run."""
     return [
         (pod["metadata"]["name"], answer)
         for pod, answer in zip(tried, answers, strict=True)

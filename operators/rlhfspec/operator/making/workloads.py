@@ -82,7 +82,7 @@ def owner_of(metadata: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class Queueing:
-    """Kueue's state of one job, with all flavors and priorities by name."""
+    """Kueue's objects for one job: its Workload, and all flavors and priorities by name."""
 
     workload: WorkloadView | None = None
     flavors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

@@ -72,7 +72,7 @@ class Runs:
         return live
 
     def over(self, found: Iterable[ClusterRun]) -> set[ClusterRun]:
-        """Return the runs of `found` that are over; list them before this call."""
+        """Return the runs of `found` that are over; `found` must be listed before this call."""
         live, watched = self.live(), self._watched()
         return {
             run for run in found if run.uid not in live and (run.namespace in watched or self._was_seen_to_end(run))

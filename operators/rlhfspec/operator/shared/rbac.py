@@ -3,11 +3,11 @@
 | rules | bound in |
 |---|---|
 | JOBS | every namespace with jobs |
-| GANG | the same, for Kueue, Volcano or coscheduling |
+| GANG | every namespace with jobs, for Kueue, Volcano or coscheduling |
 | SPACES | the cluster, with scope `cluster`, to set up namespaces |
 | KUEUE | the cluster, for Kueue |
 | RELEASE | the operator's namespace |
-| CLUSTER | the cluster, since a TokenReview has no namespace |
+| CLUSTER | the cluster, because a TokenReview has no namespace |
 | INSTALL | the operator's namespace, for the install hook `keys` |
 
 The operator never reads Secrets of jobs: its patches test the owner or a label instead.
@@ -67,7 +67,7 @@ INSTALL = (PolicyRule("", ("secrets",), ("get", "create")),)
 
 
 def as_rules(rules: tuple[PolicyRule, ...]) -> list[dict[str, Any]]:
-    """Return rules as in a Role.
+    """Return the rules in the form of a Kubernetes Role.
 
     >>> as_rules(CLUSTER)
     [{'apiGroups': ['authentication.k8s.io'], 'resources': ['tokenreviews'], 'verbs': ['create']}]

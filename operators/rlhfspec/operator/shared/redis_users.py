@@ -47,7 +47,7 @@ class RedisUsers:
         await close(self._redis)
 
     async def _make(self, there: set[str], runs: Runs) -> None:
-        """Create missing users, or all after a reconnect, since another version may have made them."""
+        """Create missing users, or all after a reconnect, because another version may have created them."""
         num_connects = self._num_connects
         known = there if num_connects == self._made_after else set[str]()
         commands = [
@@ -61,7 +61,7 @@ class RedisUsers:
         self._made_after = num_connects
 
     async def _take_away(self, there: set[str], runs: Runs) -> None:
-        """Remove keys before users of ended runs, so that the next pass can continue."""
+        """Remove the keys and then the users of ended runs, so that the next pass can finish a failed one."""
         found = {name: run for name in there if (run := users.run_of(self._master, name)) is not None}
         over = runs.over(found.values())
         names = sorted(name for name, run in found.items() if run in over)

@@ -1,4 +1,4 @@
-"""Credentials from the mounted Secret `RELEASE-keys`, to which external servers add files."""
+"""Credentials from the mounted Secret `RELEASE-keys`, which has more files for external servers."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Spaces:
                 pass
 
     async def _furnish(self, namespace: str) -> str:
-        """Create the kit and return the first problem, or an empty text."""
+        """Create the objects that a namespace needs, and return the first problem or an empty text."""
         for thing in self._kit:
             try:
                 answer = await self._make(thing | {"metadata": thing["metadata"] | {"namespace": namespace}})

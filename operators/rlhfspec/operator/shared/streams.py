@@ -166,4 +166,4 @@ async def _closed(client: Client) -> None:
 
 
 async def _quiet(_: Exception) -> None:
-    """Ignore a client error, which the call raises too."""
+    """Ignore an error of the client, because the failing call raises it too."""

@@ -188,7 +188,7 @@ async def _stages(run: JobRun) -> None:
 
 
 def _stop(run: JobRun) -> None:
-    """Stop the run in order at the first call, then at once."""
+    """Stop the run gracefully at the first call, and at once at the second."""
     if run.stop.is_set():
         leave_at_once("stopped at once; the last checkpoint stands")
     run.stop.set()

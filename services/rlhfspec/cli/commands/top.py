@@ -50,7 +50,7 @@ def _connections(run: Path) -> Connections:
 
 
 def _of_one_process(run: Path) -> str:
-    """Return the progress of a one-process run in the folder, and where to see more, or ""."""
+    """Return the progress of a one-process run in the folder, and where to see more, or "" if there is none."""
     from rlhfspec.runs.folder.run_folder import RunFolder
 
     folder = RunFolder(run)

@@ -221,7 +221,7 @@ def shown(text: str, most: int) -> str:
 
 @dataclass(slots=True)
 class Changes:
-    """Changes since the last call. `anew`: earlier data is void, as the run resumed from a checkpoint."""
+    """Changes since the last call. `anew`: earlier data is invalid, because the run resumed from a checkpoint."""
 
     rows: list[Row] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
@@ -259,7 +259,7 @@ class RunReader:
             self._moves_offset = 0
 
     def everything_of(self, sample: str) -> dict[str, Any]:
-        """Return a sample's text and trace; `missing` holds the reason for an absent one."""
+        """Return a sample's text and trace; `missing` lists why either is absent."""
         found: dict[str, Any] = {"missing": []}
         for name, look in (("sample", self.samples.sample), ("trace", self.life)):
             try:

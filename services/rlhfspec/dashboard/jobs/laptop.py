@@ -1,4 +1,4 @@
-"""Jobs from run folders on this machine. Killed runs are Interrupted."""
+"""Jobs from run folders on this machine. A killed run has the phase Interrupted."""
 
 from __future__ import annotations
 

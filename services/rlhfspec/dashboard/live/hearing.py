@@ -26,7 +26,7 @@ _AGAIN_SECONDS = 2.0
 
 
 class Hearing:
-    """Subscriber that runs until cancelled. `problem`: why no signals arrive, or empty."""
+    """Subscriber to a run's signals. `problem`: the reason why none arrive, or an empty text."""
 
     def __init__(self, address: Address, heard: Callable[[Record], None]) -> None:
         self.problem = "connecting"

@@ -26,7 +26,7 @@ class Live:
         return f"{key[0]}-{key[1]}" if key else ""
 
     def content(self, now: float) -> dict[str, Any]:
-        """Return the state for the page, without workers that are long silent."""
+        """Return the state for the page, without workers that have long been silent."""
         self._run = without_gone(self._run, now=now)
         return {
             "generators": [_generator(worker, now) for worker in self._run.generators],

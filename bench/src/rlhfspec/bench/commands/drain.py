@@ -100,7 +100,7 @@ def _run(engine: Any, scenario: BenchScenario, mode: str, view: _View) -> Trace:
 
 
 class _View:
-    """Live table in a terminal; occasional lines elsewhere."""
+    """View of the traces: a live table in a terminal, occasional lines elsewhere."""
 
     def __init__(self, console: Console, traces: dict[str, Trace], num_tokens: int) -> None:
         self._console = console
@@ -110,7 +110,7 @@ class _View:
         self._shown_at = 0.0
 
     def update(self, trace: Trace) -> None:
-        """Draw the trace, but only so often that watching costs nothing."""
+        """Draw the trace, at most once per refresh interval so that drawing costs little."""
         self._traces[trace.mode] = trace
         now = time.monotonic()
         if now - self._shown_at < (_LINE_SECONDS if self._live is None else _REFRESH_SECONDS):

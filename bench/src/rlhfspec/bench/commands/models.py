@@ -1,4 +1,4 @@
-"""`rlhfspec models`: check whether models run right in every bit or are refused."""
+"""`rlhfspec models`: check whether models are bit-exact or refused."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def check(
 
 
 def _refuse_misspelt(name: str, types: list[str]) -> None:
-    """Refuse a misspelt type before the hub is asked for such a model."""
+    """Refuse a misspelt type before it is looked up as a model on the hub."""
     near = None if Path(name).exists() else nearest(name, types, cutoff=0.8)
     if near:
         raise InvalidRequest("models", name, f"no such folder or type; did you mean {near}?")
@@ -126,7 +126,7 @@ def _check_own(path: str, max_context: int, device: str | None) -> int:
 
 
 def _check_on(device: str, make: Callable[[], Any], max_context: int) -> int:
-    """Print the flips on a device, fast and exact, and return the exit code; exact samples may not differ."""
+    """Print the flipped tokens in fast and exact mode, and return the exit code; exact samples may not differ."""
     from rlhfspec.errors import UnsupportedModel
     from rlhfspec.sweep.flips import count_flips
 

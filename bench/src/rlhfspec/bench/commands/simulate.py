@@ -214,7 +214,7 @@ def _calibration(samples: list[Ran]) -> Calibration:
 
 
 def _samples(run: Path) -> list[Ran]:
-    """Return a run's samples, one for each generator that made a part.
+    """Return one entry per sample and generator that made a part of it.
 
     Times come from traces, prompts from samples. Words stand for prompt tokens, which a run's folder does not record;
     a generator that continues a sample need not run its prompt.

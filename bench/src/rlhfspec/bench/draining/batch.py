@@ -24,7 +24,7 @@ class DrainingStep:
 
 @dataclass(slots=True, kw_only=True)
 class Trace:
-    """One run over the batch. `completions` is filled at the end."""
+    """Record of one run over the batch. `completions` is filled at the end."""
 
     mode: str
     steps: list[DrainingStep] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Trace:
         return digest(self.completions)
 
     def strategies_by_activity(self) -> list[tuple[int, int, str]]:
-        """Return (most, fewest active sequences, most used strategy) of halving bands, down to one."""
+        """Return (highest, lowest, most used strategy) per band of active sequences, each half the one before."""
         bands: list[tuple[int, int, str]] = []
         high = max((step.num_active for step in self.steps), default=0)
         while high >= 1:
@@ -72,7 +72,7 @@ class Trace:
 
 
 def drain_and_watch(engine: Any, requests: list[Request], mode: str, on_step: Callable[[Trace], None]) -> Trace:
-    """Run the requests without kept prompts, calling `on_step` after each step; seconds are the engine's."""
+    """Run the requests with an empty prefix cache, calling `on_step` after each step; seconds are the engine's."""
     engine.forget_kept()
     trace = Trace(mode=mode)
     for request in requests:

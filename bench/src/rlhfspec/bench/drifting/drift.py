@@ -53,7 +53,7 @@ class DriftSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriftStep:
-    """One mode in one step. Seconds are CPU time of one thread."""
+    """Result of one mode in one step. Seconds are CPU time of one thread."""
 
     mode: str
     step: int

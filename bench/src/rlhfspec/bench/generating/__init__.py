@@ -1,1 +1,1 @@
-"""`rlhfspec bench generate`: tokens per second of all modes and rivals."""
+"""`rlhfspec bench generate`: tokens per second of all modes and baselines."""

@@ -1,6 +1,6 @@
 """Benchmark worker for rlhfspec's engine, with all its modes in one process.
 
-Answers of `run` carry a digest of the tokens, to check that no mode changes them.
+Replies to `run` carry a digest of the tokens, to check that no mode changes them.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class OurWorker:
 
 
 def requests_of(arguments: dict[str, Any], name: str) -> list[Request]:
-    """Return a run's requests, in groups of its own so that earlier runs do not help the suffix drafter."""
+    """Return a run's requests, in new groups so that earlier runs do not help the suffix drafter."""
     temperature = arguments.get("temperature", 1.0)
     columns = zip(arguments["prompts"], arguments["max_tokens"], arguments["seeds"], strict=True)
     return [
@@ -88,7 +88,7 @@ def requests_of(arguments: dict[str, Any], name: str) -> list[Request]:
 
 
 def drain(engine: Any, requests: list[Request]) -> list[Completion]:
-    """Run the requests without kept prompts, and return their completions in order."""
+    """Run the requests with an empty prefix cache, and return their completions in order."""
     engine.forget_kept()
     for request in requests:
         engine.submit(request)

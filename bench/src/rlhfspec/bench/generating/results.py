@@ -20,7 +20,7 @@ from rlhfspec.bench.processor import Processor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultRow:
-    """One mode in one scenario. `tokens_per_second` is the median of `repeats`, without start-up."""
+    """Result of one mode in one scenario. `tokens_per_second` is the median of `repeats`, without start-up."""
 
     scenario: str
     mode: str

@@ -1,6 +1,6 @@
 """Benchmark of generation: all modes of a scenario take turns, so that noise hits all alike.
 
-One process runs all modes of rlhfspec's engine; each rival has its own, asleep between its turns. Start-up, profiling
+One process runs all modes of rlhfspec's engine; each baseline has its own, asleep between turns. Start-up, profiling
 and one warm-up per scenario are not timed; prefill is.
 """
 
@@ -101,7 +101,7 @@ class Benchmark:
         return replace(results, bars=bars_of_generation(results))
 
     def _share_of_time(self, index: int) -> float:
-        """Return the deadline of the thread count at `index`: the time left is shared equally."""
+        """Return the deadline of the thread count at `index`; all thread counts share the time left equally."""
         now = self._clock()
         return now + (self._deadline - now) / (len(self._settings.threads) - index)
 
@@ -186,7 +186,7 @@ class Benchmark:
     def _repeat(
         self, scenario: BenchScenario, modes: list[_Mode], repetition: int, num_threads: int, deadline: float
     ) -> None:
-        """Run every mode once, in random order after the first time, which includes a warm-up."""
+        """Run every mode once, in random order except in the first repetition, which includes a warm-up."""
         for mode in random.Random(repetition).sample(modes, len(modes)) if repetition else modes:
             if self._clock() >= deadline:
                 if repetition == 0:

@@ -1,4 +1,4 @@
-"""Prompts, lengths and seeds to generate, the same for every mode and rival.
+"""Prompts, lengths and seeds to generate, the same for every mode and baseline.
 
 Example:
     >>> [(s.name, s.num_sequences) for s in scenarios(["batch-4", "long-tail"], num_tokens=16)]

@@ -8,7 +8,7 @@ import sys
 
 
 def main() -> None:
-    """Serve requests. Output of libraries goes to standard error; only answers use the pipe."""
+    """Serve requests. Output of libraries goes to standard error; only replies use the pipe."""
     number, core = map(int, sys.argv[1:])
     os.sched_setaffinity(0, {core})
     answers = os.fdopen(os.dup(1), "w")

@@ -49,7 +49,7 @@ class PlannedRequest:
 
 
 class NameCustody:
-    """Names of the sequences that run here, which stand for their prompts."""
+    """Custody that keeps only the names of local sequences, not their prompts."""
 
     def __init__(self) -> None:
         self.held: set[str] = set()
@@ -191,7 +191,7 @@ class Generator:
         self._tell("cancelled")
 
     async def _on_preempt(self, *, id: str) -> None:
-        """Compute a sequence again, as if it had arrived without KV."""
+        """Preempt a sequence and empty the prefix cache, so that its KV is recomputed."""
 
         def preempt() -> None:
             self._engine.preempt(id)
@@ -209,7 +209,7 @@ class Generator:
         self._tell("cpu", **await self._calls.call(read))
 
     async def _on_watched(self) -> None:
-        """Report watched tokens since the last request, and recent step times without prefill."""
+        """Report watched tokens since the last report, and the median time of recent steps without prefill."""
 
         def read() -> dict[str, Any]:
             watched, self._watched = self._watched, []

@@ -49,7 +49,7 @@ class Pair:
         return cls([Worker.start(command(number, core), num_threads=1) for number, core in cores])
 
     def load(self, **settings: Any) -> dict[str, Any]:
-        """Load both engines and connect them; return the first one's answer."""
+        """Load both engines and connect them; return the first generator's reply to the load request."""
         loaded = self.ask_all("load", "loaded", **settings)
         self.ask_all("meet", "met", peers=[one["peer"] for one in loaded])
         return loaded[0]
@@ -73,7 +73,7 @@ class Pair:
         return number, name, rest
 
     def hear_all(self, wanted: str) -> list[dict[str, Any]]:
-        """Return each generator's `wanted` answer, dropping other messages."""
+        """Return each generator's `wanted` reply, dropping other messages."""
         answers: dict[int, dict[str, Any]] = {}
         while len(answers) < NUM_GENERATORS:
             number, name, rest = self.hear()
@@ -82,7 +82,7 @@ class Pair:
         return [answers[number] for number in range(NUM_GENERATORS)]
 
     def ask(self, number: int, request: str, answer: str, **arguments: Any) -> dict[str, Any]:
-        """Ask one generator and return its answer, dropping other messages."""
+        """Send one generator a request and return its reply, dropping other messages."""
         self.tell(number, request, **arguments)
         while True:
             speaker, name, rest = self.hear()
@@ -123,7 +123,7 @@ def sequences_of(
     ids: Iterable[str], prompts: Iterable[tuple[int, ...]], lengths: Iterable[int], seeds: Iterable[int],
     groups: Iterable[int], *, max_tokens: int,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Return sequences as generators take them; `max_tokens` is all that an engine knows of lengths."""
+    """Return sequences in the generators' format; an engine sees `max_tokens` but no lengths."""
     columns = zip(ids, prompts, lengths, seeds, groups, strict=True)
     return [
         {"id": name, "prompt": list(prompt), "length": length, "max_tokens": max_tokens, "seed": seed, "group": group}

@@ -1,4 +1,4 @@
-"""Hugging Face `generate` as a rival: SDPA attention, static batches, sampling without top-k and top-p."""
+"""Hugging Face `generate` as a baseline: SDPA attention, static batches, sampling without top-k and top-p."""
 
 from __future__ import annotations
 

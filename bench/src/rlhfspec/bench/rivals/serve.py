@@ -1,7 +1,7 @@
 """Worker protocol: one line of JSON in, one line out. Standard library only.
 
-A worker sleeps in `readline` between requests, so an idle rival uses no CPU. Output of libraries goes to standard
-error; only answers travel on the pipe.
+A worker sleeps in `readline` between requests, so an idle one uses no CPU. Output of libraries goes to standard
+error; only replies travel on the pipe.
 
     {"load": {...}}                          -> {"loaded": {...}}
     {"run": {"prompts": [[1, 2]], ...}}      -> {"seconds": 1.2, "num_tokens": 128, ...}
@@ -21,7 +21,7 @@ Handler = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def serve(handlers: dict[str, Handler]) -> None:
-    """Answer requests until standard input ends or `quit` comes; a failing one gets its error."""
+    """Serve requests until standard input ends or `quit` arrives; the reply to a failed request is its error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:

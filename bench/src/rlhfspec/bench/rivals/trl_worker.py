@@ -1,4 +1,4 @@
-"""TRL's GRPO trainer as a rival in whole training steps. Run by the Python that has TRL.
+"""TRL's GRPO trainer as a baseline for whole training steps. Run by the Python that has TRL.
 
 Options are the fastest on a CPU, where TRL cannot use vLLM: no gradient checkpointing (on by default, and slower), all
 samples in one batch, nothing reported or saved.

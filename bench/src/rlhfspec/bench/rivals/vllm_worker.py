@@ -1,8 +1,8 @@
-"""vLLM as a rival: plain, or with drafts. Run by the Python that has vLLM.
+"""vLLM as a baseline: plain, or with drafts. Run by the Python that has vLLM.
 
 A fair and correct comparison needs:
-- one process, so that an idle rival does not poll; threads bound by VLLM_CPU_OMP_THREADS_BIND;
-- on a CPU eager mode (compilation takes longer than the benchmark and gains nothing), token ids in and out;
+- one process, so that an idle vLLM does not poll; threads bound by VLLM_CPU_OMP_THREADS_BIND;
+- on a CPU, eager mode (compilation takes longer than the benchmark and gains nothing); token ids in and out;
 - patched speculative sampling: `expand_batch_to_tokens` never copies results back from the native kernel when dtypes
   differ, so temperatures of drafted tokens are uninitialized memory.
 """

@@ -206,7 +206,7 @@ def measure_ours(settings: StepSettings, speculation: str) -> list[Step]:
 
 
 def run_ours(settings: StepSettings, speculation: str, *arguments: str) -> str:
-    """Run `rlhfspec run` with more `arguments`, and return its steps.jsonl."""
+    """Run `rlhfspec run` with extra `arguments`, and return the text of its steps.jsonl."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in settings.prompts()))

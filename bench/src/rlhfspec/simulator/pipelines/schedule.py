@@ -42,17 +42,17 @@ class PipelineCase:
         return max(self.work_seconds, way)
 
     def stage(self, model: int, place: int) -> int:
-        """Return the stage of a place in the model's pipeline."""
+        """Return the stage at position `place` of the model's pipeline."""
         return place if model == 0 else self.num_stages - 1 - place
 
     def most_under_way(self, place: int) -> int:
-        """Return the most micro-batches that 1F1B has in flight at a place."""
+        """Return the maximum number of micro-batches that 1F1B has in flight at position `place`."""
         return self.num_stages - place
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Forward or backward of a micro-batch at a place of its model's pipeline."""
+    """Forward or backward of a micro-batch at position `place` of its model's pipeline."""
 
     model: int
     micro_batch: int
@@ -84,7 +84,7 @@ class PipelineSchedule:
 
     @property
     def peak_activations(self) -> float:
-        """Return the most activations of any stage, in units of one actor micro-batch."""
+        """Return the peak activations of any stage, in units of one actor micro-batch."""
         actor = self.case.forward_seconds[0]
         changes: list[list[tuple[float, float]]] = [[] for _ in range(self.case.num_stages)]
         for each in self.placed:
@@ -106,7 +106,7 @@ def serial(case: PipelineCase) -> PipelineSchedule:
 
 
 def search(case: PipelineCase, *, num_rules: int = NUM_RULES, seed: int = 0) -> PipelineSchedule:
-    """Return the shortest of the serial schedule and random rules; the later half varies the best rule so far."""
+    """Return the shortest of the serial schedule and those of random rules, the later half varying the best."""
     best, taste, drawn = serial(case), None, random.Random(seed)
     for number in range(num_rules):
         tried = Taste.drawn(drawn) if taste is None or 2 * number < num_rules else taste.like_it(drawn)
@@ -140,7 +140,7 @@ def run(
 
 
 class _StageRow:
-    """Stages at a moment: ready tasks, idle stages, and micro-batches in flight at each place."""
+    """State of the stages: ready tasks, idle stages, and micro-batches in flight at each position."""
 
     def __init__(self, case: PipelineCase, rule: Rule, models: tuple[int, ...]) -> None:
         self._case, self._rule = case, rule

@@ -30,7 +30,7 @@ _TRIAL: tuple[dict[str, Any], ...] = tuple(
 
 
 class ChildRefused(Exception):
-    """Raised for an error that the user must fix. `field`: of the job, within spec."""
+    """Error that the user must fix. `field`: the job's field, relative to spec."""
 
     def __init__(self, field: str, problem: str) -> None:
         self.field = field

@@ -1,4 +1,4 @@
-"""Accumulated results of several passes, in the wire format of one answer."""
+"""Accumulated results of several passes, in the wire format of one reply."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
     {"load": {"weights": path}}                  -> gauges; sequences continue under these weights
     {"step": {"add": [...], "cancel": [...], "ahead_seconds": 0.01}}  -> new tokens and gauges
 
-A failure within vLLM is answered and ends the process. Spawned ranks run the top of this file again.
+A failure within vLLM is reported and ends the process. Spawned ranks run the top of this file again.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ else:
 
 
 def process_shared_weights(model: torch.nn.Module) -> None:
-    """Process shared weights again, such as a tied head: vLLM's reload updates only one of the modules."""
+    """Process shared weights (such as a tied head) again, because vLLM's reload updates only one of the modules."""
     owners: dict[int, list[Any]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -50,7 +50,7 @@ class LawWorker(VllmWorker):  # type: ignore[misc]
         return self.law.witness.rows[0][0].tolist()  # type: ignore[no-any-return]
 
     def load_version(self, path: str) -> list[str]:
-        """Load weights by checkpoint names. Return the model's weights that were missing."""
+        """Load weights by checkpoint names. Return the names of model weights that were missing."""
         model, loaded = self.model_runner.get_model(), set[str]()
         load = model.load_weights
 

@@ -131,7 +131,7 @@ def _builder(
 
 
 def _signed(builder: x509.CertificateBuilder, key: ec.EllipticCurvePrivateKey) -> bytes:
-    """Sign deterministically (RFC 6979)."""
+    """Sign a certificate deterministically (RFC 6979)."""
     certificate = builder.sign(key, hashes.SHA256(), ecdsa_deterministic=True)
     return certificate.public_bytes(serialization.Encoding.PEM)
 
@@ -178,7 +178,7 @@ class ServerTls:
 
 
 def client_tls(folder: Path, role: str, host: str | None = None) -> ssl.SSLContext:
-    """Return a client context that expects certificates for `host`, or else for the called address."""
+    """Return a client context that verifies server certificates for `host`, by default the address it connects to."""
     context = _context(ssl.PROTOCOL_TLS_CLIENT, folder, role)
     assert isinstance(context, _ForOneHost)
     context.host = host
@@ -219,7 +219,7 @@ def server_credentials(folder: Path, role: str) -> grpc.ServerCredentials:
 
 
 class _ForOneHost(ssl.SSLContext):
-    """Context that verifies certificates for the name `host`, whatever address is called."""
+    """Context that verifies certificates for the name `host`, whatever address it connects to."""
 
     host: str | None = None
 

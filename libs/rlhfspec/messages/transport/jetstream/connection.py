@@ -1,6 +1,6 @@
 """Connection to a NATS server that survives server restarts by repeating unanswered requests.
 
-Unlike nats-py, it reports why a first connection failed and handles lost answers, refused subjects and hung sockets.
+Unlike nats-py, it reports why a first connection failed and handles lost replies, refused subjects and hung sockets.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Connection:
         self._gives_up_at = min(self._gives_up_at, self.clock.now() + seconds)
 
     def left(self, began: float) -> float:
-        """Return the seconds that a call from `began` may still wait."""
+        """Return the seconds that a call begun at `began` may still wait."""
         return min(began + self._patience_seconds, self._gives_up_at) - self.clock.now()
 
     async def ask(
@@ -139,7 +139,7 @@ class Connection:
         *,
         seconds: float = ANSWER_SECONDS,
     ) -> Msg | None:
-        """Send a request once; return None without an answer, even if the server received it."""
+        """Send a request once; return None if no reply arrives in time, even if the server received it."""
         self.refuse("publish", subject)
         seconds = min(seconds, max(self._gives_up_at - self.clock.now(), LAST_ANSWER_SECONDS))
         number = str(next(self._numbers))
@@ -203,7 +203,7 @@ class Connection:
             raise MessageTooLarge(subject, id, size, self._nc.max_payload)
 
     async def listen(self, subject: str, arrived: Arrived) -> Subscription:
-        """Subscribe; an answer to any later request implies that the server has handled it."""
+        """Subscribe; a reply to any later request implies that the server has handled the subscription."""
         self.refuse("subscription", subject)
         return await self._nc.subscribe(subject, cb=arrived)
 
@@ -278,7 +278,7 @@ class Connection:
 
 
 def status_of(message: Msg) -> str:
-    """Return the status of an empty answer, such as "404", or ""."""
+    """Return the status of an empty reply, such as "404", or ""."""
     return "" if message.reply or not message.headers else message.headers.get("Status", "")
 
 
@@ -294,7 +294,7 @@ class _Client(Client):
         return super()._connect_command()
 
     async def _process_op_err(self, e: Exception) -> None:
-        """Abort a dead socket, as nats-py waits up to 15 minutes for unsent bytes (nats.py #671)."""
+        """Abort a dead socket, because nats-py waits up to 15 minutes for unsent bytes (nats.py #671)."""
         socket = _socket_of(self)
         await super()._process_op_err(e)
         if self.is_reconnecting and socket is not None:
@@ -315,7 +315,7 @@ class _Client(Client):
         await self._flush_pending()
 
     async def _close(self, status: int, do_cbs: bool = True) -> None:
-        """Drop unsent data of a lost connection, as nats-py raises AttributeError for TLS."""
+        """Drop unsent data of a lost connection, because nats-py raises AttributeError for it with TLS."""
         if not self.is_connected:
             self._pending, self._pending_data_size = [], 0
         await super()._close(status, do_cbs)

@@ -70,7 +70,7 @@ class Consuming:
         return time.monotonic() - self._done.get(id, -math.inf) < DUPLICATE_WINDOW_SECONDS
 
     async def acknowledge(self, token: str, number: int, id: str = "") -> None:
-        """Retry until the server confirms, or has forgotten the delivery and will redeliver it (`is_done`)."""
+        """Acknowledge until the server confirms, or has forgotten the delivery and will redeliver it (`is_done`)."""
         connection = self.connection
         self._remember(id)
         began = connection.clock.now()
@@ -214,7 +214,7 @@ class NatsMessage(NatsReceipt):
         return self._consuming.is_done(self.id)
 
     def is_one_too_many(self) -> bool:
-        """Return whether the message exceeds its deliveries; if so, move it to the dead letters."""
+        """Return whether the message exceeds `max_deliveries`; if so, move it to the dead letters."""
         most = self._consuming.consumer.max_deliveries
         if most is None or self.num_deliveries <= most:
             return False

@@ -16,7 +16,7 @@ _CREDS = re.compile(rb"BEGIN NATS USER JWT-+\s+\S+\s+-+END.*BEGIN USER NKEY SEED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NatsProof:
-    """Credential file of a client: one of the two, or none."""
+    """Credential file of a client: an NKEY seed, a token, or none."""
 
     nkey_seed: Path | None = None
     creds: Path | None = None

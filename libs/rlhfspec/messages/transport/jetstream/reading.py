@@ -32,7 +32,7 @@ EMPTY = ("404", "408", _ENDED)
 
 
 class PullReading:
-    """Subscription of one worker; messages that arrive after a cancelled pull go to the next one."""
+    """Subscription of one worker; messages that arrive after a cancelled pull go to the next pull."""
 
     def __init__(self, consuming: Consuming) -> None:
         self._consuming = consuming

@@ -47,11 +47,11 @@ class Sending(Protocol):
     """Source's end of a link, for one thread at a time."""
 
     def room(self, num_bytes: int) -> memoryview:
-        """Return writable memory, one at a time, waiting while earlier ranges are not done."""
+        """Return writable memory for one range, after waiting until earlier ranges leave room."""
         ...
 
     def send(self, key: str, num_bytes: int) -> None:
-        """Send the first bytes of the room, and return when the next may be requested."""
+        """Send the first bytes of the room, and return when the next room may be requested."""
         ...
 
     def close(self) -> None: ...
@@ -60,7 +60,7 @@ class Sending(Protocol):
 @runtime_checkable
 class QuickSending(Sending, Protocol):
     def is_at_once(self, num_bytes: int) -> bool:
-        """Return whether `room` of this size and its `send` will not block."""
+        """Return whether `room(num_bytes)` and the `send` that follows do not block."""
         ...
 
 

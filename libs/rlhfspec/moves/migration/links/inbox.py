@@ -89,7 +89,7 @@ class Landing:
             raise LinkError(key, "was sent twice")
 
     def fail(self, key: str, problem: str) -> None:
-        """Record that a range will not come, so that `take` raises."""
+        """Record that a range will not arrive, so that `take` raises."""
         with self._changed:
             _remember(self._failed, key, problem)
             self._changed.notify_all()
@@ -112,7 +112,7 @@ class Landing:
             return landed.view
 
     def done(self, key: str) -> None:
-        """Free a range's memory, or drop the range when it lands."""
+        """Free a range's memory, or drop the range if it lands later."""
         with self._changed:
             landed = self._landed.pop(key, None)
             if landed is None and self._failed.pop(key, None) is None and not self._is_closed:

@@ -159,7 +159,7 @@ class ShmSending:
             self._free.add(place)
 
     def _place_for(self, num_bytes: int) -> int | None:
-        """Return the smallest free place that fits, else a new one."""
+        """Return the number of the smallest free memory that fits, else of a new one, or None without room."""
         fitting = [place for place in self._free if len(self._memory[place]) >= num_bytes]
         if fitting:
             return min(fitting, key=lambda place: len(self._memory[place]))

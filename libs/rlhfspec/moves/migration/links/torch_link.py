@@ -34,7 +34,7 @@ _open: weakref.WeakSet[TorchWay] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Close open links, as a thread within gloo at interpreter exit would abort the process."""
+    """Close open links, because a thread in gloo at interpreter exit would abort the process."""
     for each in tuple(_open):
         each.close()
 

@@ -52,7 +52,7 @@ class Attempts:
             attempt += 1
 
     async def _call(self, samples: Sequence[Sample], during: During) -> list[Reward] | CallFailed:
-        """Make one call. Its slot is released between attempts."""
+        """Make one call in a concurrency slot, which is released between attempts."""
         timeout_seconds = self._limits.timeout_seconds
         async with self._slots:
             try:

@@ -49,7 +49,7 @@ class Classifier:
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int], num_shared: int) -> torch.Tensor:
-        """Return logits [labels]. num_shared: leading tokens common to the prompt's answers."""
+        """Return logits [labels]. num_shared: number of leading tokens that the prompt's responses share."""
         if self._batches is not None:
             return self._batches.ask(list(token_ids))
         prompt, answer = tuple(token_ids[:num_shared]), list(token_ids[num_shared:])
@@ -124,9 +124,9 @@ class Classifier:
 
 
 class Batches:
-    """Batcher of sequences from several threads, in call order.
+    """Batcher of sequences from several threads, in the order of their calls.
 
-    run: sequences -> [sequences, ...], of at most `most_tokens` with padding, or of one sequence.
+    run: maps sequences to one output each. A batch has at most `most_tokens` with padding, or one sequence.
     """
 
     def __init__(self, run: Callable[[list[list[int]]], torch.Tensor], most_tokens: int = BATCH_TOKENS) -> None:
@@ -136,7 +136,7 @@ class Batches:
         self._waiting: deque[_Asked] = deque()
 
     def ask(self, token_ids: list[int]) -> torch.Tensor:
-        """Return this sequence's row. Sequences of a failed batch rerun singly."""
+        """Return this sequence's output. Sequences of a failed batch rerun singly."""
         mine = (token_ids, Future[torch.Tensor]())
         self._waiting.append(mine)
         with self._running:  # the holder runs the other threads' sequences too

@@ -42,7 +42,7 @@ class FunctionRewards:
     def check_columns(self, columns: Mapping[str, str]) -> None:
         """Raise InvalidRequest unless every required argument is a sample field or a column of every row.
 
-        columns: by name, the first row without it, or empty.
+        columns: maps each name to the first row that lacks it, or to an empty string.
         """
         for name in self.wanted_columns:
             if columns.get(name):

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class ModelRewards:
-    """Source of one label's output. On the CPU, sequences run alone, so bits do not depend on the batch.
+    """Source of one label's raw output. On the CPU, sequences run alone, so that bits do not depend on a batch.
 
-    keep_prompts: run a prompt once for its answers, if the class can.
+    keep_prompts: run a prompt once for its responses, if the model class can.
     """
 
     grouped = False

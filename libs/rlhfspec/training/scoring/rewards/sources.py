@@ -27,10 +27,10 @@ AnySource = FunctionSource | ModelSource | HttpSource
 
 
 class RewardSources:
-    """Scorer that calls all sources of a job at once, for several workers of one event loop.
+    """Scorer that calls all reward sources of a job concurrently. Workers of one event loop may share it.
 
     A failing source raises RewardError or gives a score with `error`, per its `onError`, and never counts as zero.
-    keep_prompts: run each prompt once for its answers.
+    keep_prompts: run each prompt once for its responses.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class RewardSources:
         return problem != before
 
     def _tell(self, sample: Sample, error: str) -> None:
-        """Log only a step's first dropped sample, since a source that is down drops all."""
+        """Log only a step's first dropped sample, because a source that is down drops all samples."""
         if sample.step != self._told_step:
             self._told_step = sample.step
             log.warning("sample %s is left out: %s (num_dropped counts others of the step)", sample.id, error)

@@ -69,7 +69,7 @@ class Channel:
         work.wait()
 
     def close(self) -> None:
-        """Abort an NCCL group. Pending work of gloo ends in its own threads."""
+        """Abort an NCCL group. Pending gloo work ends by itself in gloo's threads."""
         if self._place.backend == "nccl":
             self._group.abort()
 

@@ -27,7 +27,7 @@ Address = Annotated[str, AfterValidator(_host_and_port)]
 
 
 class Wish(WeightsMessage):
-    """Request for the next version by group. `dtype`: the generator's weight type; empty: unchanged."""
+    """Generator's request: `wants` the next version by group. `dtype`: type to send; empty: the trainer's."""
 
     wants: bool
     dtype: Literal["", "bfloat16", "float32"] = ""
@@ -50,7 +50,7 @@ class GroupAsk(WeightsMessage):
 class GroupBegin(WeightsMessage):
     """Order to receive a version. An unchanged `epoch` keeps the groups.
 
-    `rank`: the receiver's in each trainer rank's group (sender: 0). `header`: of the version, in JSON.
+    `rank`: the receiver's rank in each trainer rank's group (sender: 0). `header`: the version's, in JSON.
     """
 
     job: str = Field(max_length=253)
@@ -74,7 +74,7 @@ class GroupCommit(WeightsMessage):
 
 
 class GroupOrder(WeightsMessage):
-    """Answer with at most one order, which repeats until its result arrives."""
+    """Reply to a poll, with at most one order, repeated until its result arrives."""
 
     order: str = Field("", pattern="^([0-9a-f]{16})?$")
     begin: GroupBegin | None = None

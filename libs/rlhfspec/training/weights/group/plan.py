@@ -22,7 +22,7 @@ KeptAs = Callable[[str], torch.dtype | None]  # name -> type kept by a receiver,
 
 
 class BucketPiece(NamedTuple):
-    """Elements of one tensor. `at`: byte in the bucket; `begin`: byte in the version."""
+    """Elements of one tensor. `at`: byte offset in the bucket; `begin`: byte offset in the version."""
 
     name: str
     dtype: torch.dtype
@@ -46,7 +46,7 @@ class Bucket:
 
     @property
     def begin(self) -> int | None:
-        """Return the bucket's first byte in the version, or None if it is not contiguous."""
+        """Return the bucket's byte offset in the version, or None if it is not contiguous."""
         first = self.pieces[0].begin
         return first if all(piece.begin - piece.at == first for piece in self.pieces) else None
 
@@ -54,7 +54,7 @@ class Bucket:
 def described(
     job: str, role: Role, version: int, state_dict: Mapping[str, Tensor], kept_as: KeptAs = lambda _: None
 ) -> WeightsHeader:
-    """Return a header, without a digest, of whole or shared tensors."""
+    """Return the header of a version, without its digest. Tensors may be whole or sharded."""
     local = {name: local_of(tensor) for name, tensor in state_dict.items()}
     stored, same_as = described_tensors(f"{role}/{version}", local)
     tensors = [
@@ -68,7 +68,7 @@ def described(
 
 
 def buckets(header: WeightsHeader, rank: int, num_ranks: int, most: int = BUCKET_BYTES) -> list[Bucket]:
-    """Return one rank's buckets in name order. Rows are divided as in FSDP2."""
+    """Return one rank's buckets in name order. Tensors' rows are divided among ranks as in FSDP2."""
     found: list[Bucket] = []
     pieces: list[BucketPiece] = []
     at = 0
@@ -90,7 +90,7 @@ def buckets(header: WeightsHeader, rank: int, num_ranks: int, most: int = BUCKET
 
 
 def share(place: TensorPlace, rank: int, num_ranks: int) -> tuple[int, int]:
-    """Return the first element of a rank's share, and its end.
+    """Return a rank's range of a tensor's elements: the first one and the end.
 
     >>> [share(TensorPlace("a", "int8", (5, 2), 0, 10), rank, 4) for rank in range(4)]
     [(0, 4), (4, 8), (8, 10), (10, 10)]

@@ -96,7 +96,7 @@ class GroupReceiver:
         self._forget_trainer()
 
     def _ask(self, said: GroupSaid | None) -> GroupOrder | None:
-        """Poll for an order. Return None without an answer, so that `said` is sent again."""
+        """Poll for an order, reporting `said`. Return None without a reply, so that the next poll reports it again."""
         address = self._trainer_address()
         if address is None:
             return None

@@ -51,7 +51,7 @@ def _sending_seconds(num_bytes: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendingRanks:
-    """Sending ranks. `send`: None if this process sends alone. `kept_as`: types by a receiver's dtype."""
+    """Ranks that send. `send`: None if this process sends alone. `kept_as`: tensor types for a receiver's dtype."""
 
     num_senders: int = 1
     send: Callable[[Told], list[list[str]]] | None = None
@@ -68,7 +68,7 @@ class _Member:
 
 
 class GroupSender:
-    """Sender of versions to members. `host`: own address. `askers`: allowed roles, None for all."""
+    """Sender of versions to members. `host`: own address. `askers`: roles that may poll, None for all."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Benchmark of moves of one sequence between two generators, each on its own core and decoding eight others.
 
 Each link has two processes, asleep between its turns. A stage prefills a sequence, then moves it there and back, a
-few tokens further each time. Once per stage its KV is computed again instead, beside the same others.
+few tokens further each time. Once per stage its KV is recomputed instead, while the same others run.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class MigrateSettings:
 
     @property
     def max_context(self) -> int:
-        """Return the engines' context, up to which the moved sequence goes on."""
+        """Return the engines' context length, at which the moved sequence ends."""
         largest = max(*self.tokens, LARGE_KV_TOKENS if self.large_kv else 0)
         return min(max(largest + _BEHIND, MIN_CONTEXT), _MAX_CONTEXT)
 

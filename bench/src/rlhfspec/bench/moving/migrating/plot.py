@@ -1,4 +1,4 @@
-"""Plot of `rlhfspec bench migrate`: gaps, pauses and CPU of moves by length, beside computing the KV again."""
+"""Plot of `rlhfspec bench migrate`: gaps, pauses and CPU of moves by length, compared with recomputing the KV."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Cell:
 
     @property
     def break_even_tokens(self) -> float:
-        """Return the length from which a move's gap is the shorter one, if prefill is linear."""
+        """Return the length from which a move's gap is shorter than recomputing, if prefill time is linear."""
         step = self.median("step")
         prefill_token = max(self.prefill_gap - step, 1e-9) / self.num_tokens
         return max(self.median("gap") - step, 0.0) / prefill_token

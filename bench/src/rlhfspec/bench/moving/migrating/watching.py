@@ -1,4 +1,4 @@
-"""Observation of one sequence on two generators: when its tokens came, and what moves took."""
+"""Observation of one sequence on two generators: when its tokens arrived, and the costs of moves."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Watch:
         return self._wait(number, lambda: len({seen.num_tokens for seen in self._seen[number]}) > count)
 
     def move(self, move: Move) -> tuple[Moment | None, str]:
-        """Move the sequence and return the measurements, or None and the reason."""
+        """Move the sequence and return the measurements, or None and the reason why it failed."""
         source, destination = move.source, move.destination
         for number in range(NUM_GENERATORS):
             self._look(number)
@@ -69,7 +69,7 @@ class Watch:
         ), ""  # fmt: skip
 
     def prefill_gap(self, number: int) -> float | None:
-        """Compute the KV again and return the seconds between tokens, or None if the sequence ended first."""
+        """Recompute the KV and return the seconds between tokens, or None if the sequence ended first."""
         self._look(number)
         self._seen[number] = self._seen[number][-1:]
         at = self._pair.ask(number, "preempt", "preempted", id=self._name)["at"]
@@ -82,7 +82,7 @@ class Watch:
         return after()[0].at - before.at if self._wait(number, lambda: bool(after())) else None
 
     def _wait(self, number: int, is_so: Callable[[], bool]) -> bool:
-        """Look until the condition holds; return False if the sequence ended first."""
+        """Poll until the condition holds; return False if the sequence ended first."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while time.monotonic() < deadline:
             self._look(number)
@@ -98,14 +98,14 @@ class Watch:
         self._has_ended |= answer["has_ended"]
 
     def _idle_cpu(self, seconds: float) -> float:
-        """Return the CPU that both use in so many seconds without moves."""
+        """Return the CPU seconds that both generators use in `seconds` without moves."""
         before = self._cpu()
         time.sleep(seconds)
         after = self._cpu()
         return after.calls + after.others - before.calls - before.others
 
     def _cpu(self) -> _Cpu:
-        """Return CPU of engine calls and of other threads, over both, and the longest hold of an engine."""
+        """Return both generators' CPU seconds of engine calls and other threads, and the longest hold of an engine."""
         told = [self._pair.ask(number, "cpu", "cpu") for number in range(NUM_GENERATORS)]
         calls, others = (sum(one[name] for one in told) for name in ("calls", "others"))
         return _Cpu(calls, others, max(one["longest_held"] for one in told))

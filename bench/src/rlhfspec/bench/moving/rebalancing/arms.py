@@ -29,7 +29,7 @@ class Arm(Protocol):
 
 
 class Placed:
-    """Arm that sends every sequence at once to its placement."""
+    """Arm that sends every sequence to its placed generator at the start."""
 
     def __init__(self, placement: tuple[int, ...]) -> None:
         self._placement = placement

@@ -1,7 +1,7 @@
-"""Measurement of a generator's curve, with its neighbour idle and busy, and of prefill.
+"""Measurement of a generator's cost curve, with its neighbour idle and busy, and of prefill.
 
-Every number B of sequences is decoded. Steps count only while all of them run and no prompt is read, and on two
-generators only until the first is done.
+Batches of several sizes are decoded. Steps count only while the whole batch runs and no prompt is prefilled, and with
+two generators only until the first generator is done.
 """
 
 from __future__ import annotations

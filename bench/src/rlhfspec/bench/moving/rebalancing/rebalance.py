@@ -68,7 +68,7 @@ class RebalanceSettings:
 
     @property
     def limit(self) -> int:
-        """Return the most tokens of a response, all that engines and rebalancer know."""
+        """Return the maximum response length, which is all that engines and rebalancer know of lengths."""
         return max(round(LONGEST_RESPONSE * self.scale), SHORTEST)
 
 
@@ -170,7 +170,7 @@ class RebalanceBenchmark:
 
 @dataclass(slots=True)
 class _Course:
-    """Run of one stage, up to the last token and the last answer to a move."""
+    """Run of one stage, until the last token and the last reply to a move."""
 
     pair: Pair
     stage: StageWorkload

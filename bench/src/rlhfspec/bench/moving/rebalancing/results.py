@@ -48,7 +48,7 @@ class StageResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """All seeds of a workload and decoding. A ratio is None if it needs an arm that did not run."""
+    """Results of all seeds of a workload and decoding. A ratio is None if it needs an arm that did not run."""
 
     workload: str
     decoding: str
@@ -82,7 +82,7 @@ class Row:
 
     @property
     def should_gain(self) -> bool:
-        """Return whether moves must pay: the stage is work-bound and unequal."""
+        """Return whether moves must be worthwhile, because the stage is work-bound and unequal."""
         return self.decoding == "adaptive" and self.workload in (SKEW, GROUPS)
 
 
@@ -103,7 +103,7 @@ class RebalanceResults(BenchResults):
 
 
 def share_closed(times: dict[str, list[float]]) -> Ratio:
-    """Return the share of the clairvoyant's savings that moves reached, resampling the repetitions."""
+    """Return moves' share of the clairvoyant's savings, with its interval from resampled repetitions."""
     pairs = list(zip(times[DEALT], times[OURS], times[CLAIRVOYANT], strict=True))
 
     def share(chosen: Iterable[tuple[float, float, float]]) -> float:

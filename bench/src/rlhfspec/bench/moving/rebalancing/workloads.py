@@ -4,7 +4,7 @@ Lengths are synthetic: lognormal, with the end of sequence ignored. As in real r
 many times the usual 128 tokens:
 
     skew         the longer half of the responses is on one generator
-    groups       8 prompts of 8 samples with alike lengths; a prompt is on one generator
+    groups       8 prompts of 8 samples with similar lengths; a prompt is on one generator
     independent  dealt in turn, with uncorrelated lengths
 
 Example:
@@ -75,7 +75,7 @@ class StageWorkload:
 
     @property
     def imbalance(self) -> float:
-        """Return the tokens of the fuller half relative to the other."""
+        """Return the number of tokens on the fuller generator relative to the other."""
         halves = [sum(n for n, at in zip(self.lengths, self.dealt, strict=True) if at == half) for half in (0, 1)]
         return max(halves) / max(min(halves), 1)
 
@@ -99,7 +99,7 @@ def stages(workload: str, count: int, scale: float = 1.0) -> list[StageWorkload]
 
 
 def earlier_lengths(count: int, scale: float = 1.0) -> list[int]:
-    """Return lengths of the job's earlier steps, drawn alike."""
+    """Return response lengths of the job's earlier steps, drawn from the same distribution."""
     return list(draw_lengths(tuple(range(count)), seed=-1, scale=scale))
 
 
