@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -118,6 +118,15 @@ class Operator:
     def rss_bytes(self) -> int:
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")))
+
+    @property
+    def waiting_seconds(self) -> float:
+        """Return how long its threads have waited for a processor since they began, in sum."""
+        waiting = 0.0
+        for thread in Path(f"/proc/{self.process.pid}/task").iterdir():
+            with suppress(OSError):  # it has ended meanwhile
+                waiting += int((thread / "schedstat").read_text().split()[1]) / 1e9
+        return waiting
 
     @property
     def cpu_seconds(self) -> float:

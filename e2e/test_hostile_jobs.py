@@ -60,7 +60,7 @@ def operator(
 
 @pytest.fixture(scope="module")
 def calm(world: World, operator: Operator) -> Calm:
-    return Calm(world, "calm")
+    return Calm(world, operator, "calm")
 
 
 @pytest.fixture(autouse=True)

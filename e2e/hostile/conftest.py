@@ -61,7 +61,7 @@ def operator(
 @pytest.fixture(scope="package")
 def calm(world: World, operator: Operator) -> Calm:
     settle_calm(world)
-    return Calm(world, "probes")
+    return Calm(world, operator, "probes")
 
 
 @pytest.fixture(scope="package", autouse=True)

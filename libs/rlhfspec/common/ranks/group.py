@@ -51,7 +51,7 @@ class Ranks:
         return [value] if self.num_ranks == 1 else codec.gather(value, self.host, self.num_ranks)
 
     def gather_of_micro_batches(self, value: Any) -> list[Any]:
-        """Return the values of the ranks in `sharing`, in rank order."""
+        """Gather one value from each rank that has micro-batches of its own, in rank order."""
         return self.gather(value)[:: self.tensor.num_ranks if self.tensor else 1]
 
     def broadcast(self, value: Any = None, *, source: int = 0) -> Any:

@@ -362,7 +362,7 @@ class Scheduler:
             self._let_go(sequence)
 
     def _let_go(self, sequence: Sequence) -> None:
-        """Release the sequence's blocks and reset its prefix to the whole prompt."""
+        """Release the sequence's KV blocks, and hash its shareable prefix from its prompt again."""
         self.pool.release(sequence.blocks, self.state.target.filled)
         sequence.blocks, sequence.num_shared_blocks = [], 0
         if sequence.prefix.num_tokens != len(sequence.request.prompt_token_ids) - 1:

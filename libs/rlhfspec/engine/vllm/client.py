@@ -43,7 +43,7 @@ _NOT_FINITE = "logits: the model gave NaN or infinity for this sequence"
 
 
 class VllmEngine:
-    """Engine backed by vLLM. `ahead_seconds`: decoding time per reply of the child, doubled while no request comes."""
+    """Engine backed by a vLLM child, which decodes `ahead_seconds` before a reply, or longer without requests."""
 
     weights_version: int = 0
 

@@ -205,7 +205,7 @@ class _State:
             self.ends[place] = work + self.fleet.prefill_owed[place]
 
     def hand_over(self, is_source: BoolArray, why: int, group: Ints) -> None:
-        """Move the sources' sequences, longest first, each to the earliest end in its group that has room."""
+        """Move the sources' sequences, longest first, each to its group's earliest ending generator with room."""
         chosen = self._handed_over(is_source)
         if not len(chosen):
             return
