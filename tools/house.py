@@ -21,10 +21,6 @@ TIERS = ("unit", "torch", "processes", "servers", "runs")
 MOST_LINES = 450
 MOST_LINES_OF_TESTS = 600
 MOST_LINES_OF_A_FUNCTION = 60
-COMMANDS = {
-    "bench", "compare", "dashboard", "drafter", "explain-moves", "export", "init", "models", "plan", "run", "schema",
-    "simulate", "tiny", "top", "trace", "validate",
-}  # fmt: skip
 # Where a process, or what stands for one, ends: nobody above could do better than to say what was raised.
 MAY_CATCH_ALL = {
     "rlhfspec.bench.rivals.serve",
@@ -190,8 +186,7 @@ def links_lead_somewhere(house: House) -> Iterator[Fault]:
                     yield Fault(path, number, f"{target} does not exist")
 
 
-def commands_in_documents_exist(house: House) -> Iterator[Fault]:
-    """Targets of make, and the first word after `rlhfspec`."""
+def make_targets_in_documents_exist(house: House) -> Iterator[Fault]:
     documents = [p for p in house.ending(".md") if p.parts[0] in ("README.md", "CONTRIBUTING.md", "docs")]
     targets = set(re.findall(r"^([a-z0-9-]+):", house.text(Path("Makefile")), re.MULTILINE)) if documents else set()
     for path in documents:
@@ -199,9 +194,6 @@ def commands_in_documents_exist(house: House) -> Iterator[Fault]:
             for command in re.findall(r"\bmake ([a-z][a-z0-9-]+(?: [a-z0-9-]+)*)", code):
                 for word in set(command.split()) - targets:
                     yield Fault(path, number, f"make {word} is no target of the Makefile")
-            for command in re.findall(r"\brlhfspec ([a-z][a-z-]*)", code):
-                if command not in COMMANDS:
-                    yield Fault(path, number, f"there is no command rlhfspec {command}")
 
 
 def the_tree_names_what_exists(house: House) -> Iterator[Fault]:
@@ -415,7 +407,7 @@ RULES: tuple[Callable[[House], Iterator[Fault]], ...] = (
     functions_are_short,
     test_files_have_tests,
     links_lead_somewhere,
-    commands_in_documents_exist,
+    make_targets_in_documents_exist,
     the_tree_names_what_exists,
     constraints_pin_every_requirement,
     no_traces_of_one_machine,

@@ -1,12 +1,17 @@
 import re
+import shlex
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, get_args, get_origin
 
+import pytest
+import typer
 from places import ROOT
 from pydantic.alias_generators import to_camel
 from pydantic.fields import FieldInfo
 from typer.testing import CliRunner
 
+from rlhfspec.cli.beside import Beside
 from rlhfspec.cli.main import app
 from rlhfspec.job import Metadata, Spec
 from rlhfspec.job.block import Block
@@ -66,3 +71,64 @@ def test_the_index_leads_to_every_page() -> None:
     index = (ROOT / "docs" / "README.md").read_text()
     pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
     assert not {page for page in pages if f"({page})" not in index}
+
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def code_of(page: Path) -> Iterator[tuple[int, str]]:
+    """Yield the lines of fenced blocks, continued ones joined, and `inline` code."""
+    is_fenced, begun = False, ""
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            is_fenced = not is_fenced
+        elif is_fenced:
+            begun += line.removesuffix("\\")
+            if not line.endswith("\\"):
+                yield number, begun
+                begun = ""
+        else:
+            yield from ((number, code) for code in re.findall(r"`([^`]+)`", line))
+
+
+def commands_of(page: Path) -> Iterator[tuple[int, list[str]]]:
+    for number, code in code_of(page):
+        if found := re.match(r"(?:\$ )?(?:\S*bin/)?rlhfspec (.+)", code):
+            words = shlex.split(found[1], comments=True)
+            end = next((place for place, word in enumerate(words) if word in ("|", "&&", ">")), len(words))
+            yield number, words[:end]
+
+
+def parse(command: Any, words: list[str]) -> None:
+    """Raise an error about a command, option or argument that does not exist."""
+    if isinstance(command, Beside):
+        command = command.imported()
+    context = command.context_class(command)
+    _, rest, _ = command.make_parser(context).parse_args(words)
+    if rest and hasattr(command, "get_command"):
+        inner = command.get_command(context, rest[0])
+        assert inner is not None, f"no command {rest[0]}"
+        parse(inner, rest[1:])
+    else:
+        assert not rest, f"more arguments than {command.name} takes: {rest}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_command_line_takes_every_command_of_a_page(page: Path) -> None:
+    for number, words in commands_of(page):
+        try:
+            parse(typer.main.get_command(app), list(words))
+        except Exception as error:
+            pytest.fail(f"{page.name}:{number}: rlhfspec {shlex.join(words)}: {error!r}")
+
+
+def test_commands_of_pages_are_found_and_wrong_ones_refused(tmp_path: Path) -> None:
+    assert sum(1 for page in PAGES for _ in commands_of(page)) > 100
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```bash\n$ rlhfspec run job.yaml \\\n  --out there   # it\n```\nor `rlhfspec run --nats job.yaml`\n"
+    )
+    (_, right), (number, wrong) = commands_of(page)
+    assert (right, number) == (["run", "job.yaml", "--out", "there"], 5)
+    with pytest.raises(Exception, match="--nats"):
+        parse(typer.main.get_command(app), wrong)

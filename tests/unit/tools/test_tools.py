@@ -60,7 +60,6 @@ PLANTED = {
     "long-documents": ("docs/job.md", "word " * 44_001, 1, "the documents have 44,0"),
     "dead-link": ("docs/job.md", "\n[it](nowhere.md#there)\n", 2, "nowhere.md does not exist"),
     "no-target": ("docs/job.md", "# Job\n\n`make tests`\n", 3, "make tests is no target"),
-    "no-command": ("docs/job.md", "\n```bash\nrlhfspec rum job.yaml\n```\n", 3, "no command rlhfspec rum"),
     "tree-shows-nothing": (
         "CONTRIBUTING.md",
         "\n```\nlibs/rlhfspec/engine/ it\nservices/rlhfspec/cli/\nlibs/gone.py no\n```\n",
