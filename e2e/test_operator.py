@@ -375,7 +375,8 @@ def test_another_acts_soon_after_the_leader_was_killed(
         leader.process.wait(10)
         world.ends("two", "sums-prepare-0")
         until(lambda: other.acts, "the other acts", seconds=15)
-        until(lambda: "sums-trainer-0" in world.pods("two"), "the other goes on with the job")
+        roles = ("prepare", "control", "prompts", "generator", "reward", "reference", "trainer")
+        world.wait_for_pods("two", {f"sums-{role}-0" for role in roles})  # the other goes on with the job
         assert world.pods("two")["sums-prepare-0"].metadata.uid == before
         until(lambda: leaders_of(world, "two") == [other.pod], "the Service finds the new leader")
         uids = {name: pod.metadata.uid for name, pod in world.pods("two").items()}

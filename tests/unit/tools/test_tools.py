@@ -122,7 +122,6 @@ def test_a_name_means_one_thing(tmp_path: Path, text: str, line: int) -> None:
     [
         (CORE, IN_ORDER[CORE]),
         ("services/rlhfspec/cli/start.py", "# for the person who started it, and users who may\n# whose\n"),
-        (CORE, "# for whoever reads it\n"),  # a room that is not finished
         ("tests/unit/engine/test_core.py", "class TestCore(EngineContract): ...\n"),
     ],
 )
