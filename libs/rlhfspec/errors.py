@@ -49,7 +49,7 @@ from dataclasses import dataclass
 
 
 def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.7) -> str | None:
-    """Return the known word closest to `word`, ignoring case and underscores, or None.
+    """Return the known word most similar to `word`, ignoring case and underscores, or None below `cutoff`.
 
     >>> nearest("learning_rate", ["name", "learningRate"]), nearest("banana", ["name"])
     ('learningRate', None)
@@ -92,7 +92,7 @@ class RLHFSpecError(Exception):
 
 
 class PlacedError(RLHFSpecError):
-    """Error about one named thing.
+    """Error about one named thing, such as a server.
 
     >>> str(ServerFailed("nats-server", "ended with exit code 1: no space left on device"))
     'nats-server: ended with exit code 1: no space left on device'

@@ -14,7 +14,7 @@ def check_split(split: int) -> None:
 
 
 def merge_reference(numbers: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Merge splits [..., H, n, 2 + D] (largest score, sum of weights, weighted values) in order to [..., H, D]."""
+    """Merge n splits [..., H, n, 2 + D] (largest score, weight sum, sum of values) into outputs [..., H, D]."""
     largest, weight_sum, sums = numbers[..., 0, 0], numbers[..., 0, 1], numbers[..., 0, 2:]
     for split in numbers.unbind(-2)[1:]:
         seen = split[..., 1] != 0

@@ -1,4 +1,4 @@
-"""Native decoder for Llama-like models: one call runs all layers. Callers check its bits first."""
+"""Native decoder for Llama-like models: one call runs all layers. Callers first compare its bits with the layers'."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class _DecoderStruct(ctypes.Structure):
 
 @dataclass(slots=True)
 class DecoderParts:
-    """Llama-like model: RMS norms, q/k/v/o_proj, optional q_norm and k_norm, rotary by halves, gated MLP, head."""
+    """Llama-like model: RMS norms, q/k/v/o_proj, optional q_norm and k_norm, rotate-half RoPE, gated MLP, head."""
 
     inner: Any  # embed_tokens, layers, norm
     head: PackedLinear
@@ -105,7 +105,7 @@ class NativeDecoder:
         meta: AttentionMeta,
         wanted: npt.NDArray[np.int64],
     ) -> torch.Tensor:
-        """Return logits [n, V] of rows `wanted` [n] for tokens, positions [N]. Raise ValueError if out of range."""
+        """Return logits [n, V] of rows `wanted` [n] for tokens and positions [N]. Raise ValueError if out of range."""
         batch = meta.native()
         if len(positions) and not 0 <= positions.min() <= positions.max() < len(self.rotary[0]):
             raise ValueError(f"positions: must be below {len(self.rotary[0])} (got {positions.max()})")

@@ -27,7 +27,7 @@ _PROBLEMS = {-1: "slot_table: a slot outside the cache", -2: "temperatures: ever
 
 
 class CostCurve(Protocol):
-    """Seconds by rows: piecewise linear through (`rows`, `knots`) [n], times `factor`."""
+    """Seconds of a forward by its number of rows: piecewise linear through (`rows`, `knots`) [n], times `factor`."""
 
     @property
     def rows(self) -> Doubles: ...
@@ -95,7 +95,7 @@ class _KeepStruct(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class GrownNodes:
-    """M nodes in level order, E of which were expanded by the draft model."""
+    """M tree nodes in level order. The draft model ran E of them (expanded) to get their children."""
 
     nodes: Ints  # [5, M] sequence, parent, depth, token, rank
     chances: Floats  # [2, M] gap, path acceptance
@@ -120,10 +120,11 @@ class NativeDraft:
         roots: Ints, tokens: Ints, scores: Floats, log_odds: Doubles,
         depth: int, width: int, branch: int, terms: LevelTermsProtocol | None,
     ) -> GrownNodes:  # fmt: skip
-        """Grow trees of up to `depth` levels, expanding `width` nodes per sequence and level, with `branch` children.
+        """Grow trees of up to `depth` levels. Each level gives its best `width` * B nodes `branch` children.
 
-        rows to shifts [B]; capacity [R]; slot_table [R, L]; roots [n]; tokens, scores [n, k]. Without `terms`, all
-        levels are grown.
+        [B] by sequence: rows (of slot_table [R, L]), lengths, room (tokens still allowed), shifts (of log_odds), etc.
+        capacity [R]: slots that a row owns. roots [n]: sequences with first candidates tokens, scores [n, k].
+        terms: costs by which another level must pay for itself; None: all levels are grown.
         """
         size, num_roots, k = len(rows), len(roots), tokens.shape[1]
         if not (1 <= branch <= k and k >= 2 and width >= 1 and depth >= 1):
@@ -203,7 +204,7 @@ def keep(
 ) -> bool:  # fmt: skip
     """Keep the draft KV of accepted nodes by swapping `slot_table` entries; return False without a kernel library.
 
-    rows, lengths (before the draft), new_lengths [B]; tokens [R, T]; cached [R] (valid positions) is updated.
+    rows, lengths (before the draft), new_lengths [B]; tokens [R, T]; cached [R] (positions with KV) is updated.
     """
     kernel = _keep_kernel()
     if kernel is None:

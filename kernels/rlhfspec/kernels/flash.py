@@ -1,4 +1,4 @@
-"""16-bit FlashAttention on a GPU by torch's `varlen_attn`. KV is not paged, because pages need 256 positions."""
+"""16-bit FlashAttention on a GPU by torch's `varlen_attn`. KV is contiguous, because pages must have 256 positions."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def flash_attention(
 ) -> Tensor:  # fmt: skip
     """Run causal attention for each sequence, aligning its last query with its last key.
 
-    query [T, H, D]; key, value [K, Hkv, D]; starts, key_starts [n + 1] int32; most, most_keys: longest lengths;
-    `window` includes the query's own key.
+    query [T, H, D]; key, value [K, Hkv, D]; starts, key_starts [n + 1] int32; most, most_keys: most queries and keys
+    of a sequence; `window` includes the query's own key.
     """
     out = varlen_attn(
         query, key, value, starts, key_starts, most, most_keys, scale=scale,
@@ -52,7 +52,7 @@ def flash_attention(
 
 
 def disagreement(flash: Callable[[], Tensor], twin: Callable[[], Tensor]) -> str:
-    """Return how FlashAttention's result differs from the reference's, or an empty string."""
+    """Return the error or excessive difference of `flash` from the reference `twin`, or an empty string."""
     try:
         with torch.no_grad():
             found, wanted = flash(), twin()

@@ -1,4 +1,4 @@
-"""Sampling by the law (docs/law.md): CPU and Triton kernels and a reference, which choose the same tokens."""
+"""Gumbel-max sampling as in docs/law.md: CPU and Triton kernels and a reference, which choose the same tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SampleResult(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """Drafter's best tokens under the noise, best first. Missing ones have token -1 and score -inf."""
+    """Drafter's best tokens by score with noise, best first. Missing ones have token -1 and score -inf."""
 
     tokens: Tensor  # [N, k] int32
     scores: Tensor  # [N, k] float32
@@ -38,7 +38,7 @@ class Candidates(NamedTuple):
 def sample(
     logits: Tensor, seeds: PerRow, positions: PerRow, temperatures: PerRow, top_k: PerRow, top_p: PerRow
 ) -> SampleResult:
-    """Sample one token per row by the law (docs/law.md).
+    """Sample one token per row as defined in docs/law.md.
 
     logits [N, V] float32; seeds [N] int64 or numpy uint64; positions [N] int32 in the response; temperatures [N]
     float32 (0: greedy); top_k [N] int32 (0: all); top_p [N] float32 in (0, 1]. Ranges are not checked on a GPU.
@@ -63,7 +63,7 @@ def sample(
 
 
 def candidates(logits: Tensor, seeds: PerRow, positions: PerRow, temperatures: PerRow, k: int) -> Candidates:
-    """Return the `k` (at most 16) best tokens per row by `log_softmax(logits) / T + noise`, unmasked."""
+    """Return the `k` (at most 16) best tokens per row by `log_softmax(logits) / T + noise`, without top-k or top-p."""
     _check_logits(logits)
     if not 1 <= k <= MAX_CANDIDATES:
         raise ValueError(f"k: must be from 1 to {MAX_CANDIDATES} (got {k})")
@@ -86,7 +86,7 @@ def candidates(logits: Tensor, seeds: PerRow, positions: PerRow, temperatures: P
 def token_log_probs(logits: Tensor, tokens: PerRow, temperature: float) -> Tensor:
     """Return each row's log-prob [N] of a given token under softmax(logits / temperature), without a gradient.
 
-    Bits equal those of `sample` without masks. Rows that are not finite give NaN, as do bad tokens on a GPU.
+    Bits equal those of `sample` without top-k and top-p. Non-finite rows, and on a GPU invalid tokens, give NaN.
     """
     _check_logits(logits)
     if not (temperature > 0 and np.isfinite(temperature)):
@@ -169,7 +169,7 @@ def candidates_reference(logits: Tensor, seeds: Tensor, positions: Tensor, tempe
 
 
 def _finite_rows(logits: Tensor) -> Tensor:
-    """Return [N] bool: rows with no NaN or +inf and at least one selectable token."""
+    """Return a mask [N] of rows with no NaN or +inf and at least one logit above -inf."""
     best = logits.amax(dim=1)  # NaN if the row holds one
     return (best > -torch.inf) & (best < torch.inf)
 
@@ -251,7 +251,7 @@ def _native(name: str, isa: str | None = None) -> Any:
 
 
 def _pointer(name: str, value: PerRow, rows: int) -> int:
-    """Return the address of a parameter vector. Raise ValueError for a wrong dtype or shape."""
+    """Return the address of the per-row sampling parameter `name`. Raise ValueError for a wrong dtype or shape."""
     if isinstance(value, np.ndarray):
         if value.dtype in _NUMPY_DTYPES[name] and value.shape == (rows,) and value.flags.c_contiguous:
             if rows and value.flags.writeable:  # several times faster than .ctypes, which matters for one row

@@ -1,4 +1,4 @@
-"""Triton kernels for sampling by the law (docs/law.md), one program per row. Call them through `gumbel.py`.
+"""Triton kernels for sampling as in docs/law.md, one program per row. Call them through `gumbel.py`.
 
 A float32 bound skips tiles that cannot win. A fixed reduction order gives a row the same bits in every batch.
 """
@@ -22,7 +22,7 @@ BOUND_SLACK = tl.constexpr(1e-3)  # above the float32 rounding of a bound
 
 @triton.jit
 def _load_tile(row, first, vocab_size, TILE: tl.constexpr):
-    """Return ids, float32 logits, and a mask of NaN and +inf [TILE]; masked and padding logits become -inf."""
+    """Return token ids, float32 logits, mask of NaN and +inf, each [TILE]; masked and padding logits become -inf."""
     ids = first + tl.arange(0, TILE)
     x = tl.load(row + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
     bad = (x != x) | (x == float("inf"))
@@ -46,13 +46,13 @@ def _gumbel(words):
 
 @triton.jit
 def _gumbel_bound(words):
-    """Return a float32 upper bound of the Gumbel noise: E >= u, so G <= -log(u)."""
+    """Return a float32 upper bound -log(u) of the Gumbel noise -log(E), because E = -log(1 - u) >= u."""
     return -tl.log((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10)
 
 
 @triton.jit
 def _tile_scores(x, seed, position, first, temperature, least, TILE: tl.constexpr):
-    """Return exact scores [TILE] if one may exceed `least`, else -inf."""
+    """Return exact scores with noise [TILE] if one may reach `least`, else -inf for all."""
     z = x.to(tl.float64) / temperature
     scores = tl.full((TILE,), float("-inf"), tl.float64)
     if tl.max(z) + MAX_NOISE >= least:
@@ -68,7 +68,7 @@ def _tile_scores(x, seed, position, first, temperature, least, TILE: tl.constexp
 
 @triton.jit
 def _keys(x):
-    """Map floats to integers of the same order."""
+    """Map float32 numbers to int32 keys of the same order."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
 
@@ -82,7 +82,7 @@ def _is_kept(key, ids, last_key, last_id):
 def _amounts(
     row, vocab_size, lowest, last_key, last_id, maximum, temperature, BY_MASS: tl.constexpr, TILE: tl.constexpr
 ):
-    """Return the number, or total exp((x - max) / T), of kept tokens with keys >= lowest: [WAYS]."""
+    """Return the number (BY_MASS: the sum of exp((x - max) / T)) of kept tokens with keys >= each `lowest`: [WAYS]."""
     total = tl.zeros((WAYS,), tl.float64)
     for first in range(0, vocab_size, TILE):
         ids, x, _ = _load_tile(row, first, vocab_size, TILE)
@@ -109,7 +109,7 @@ def _num_ties(row, vocab_size, key, up_to_id, last_key, last_id, TILE: tl.conste
 def _shorten(
     row, vocab_size, wanted, last_key, last_id, maximum, temperature, BY_MASS: tl.constexpr, TILE: tl.constexpr
 ):
-    """Return the end (last key, last id) of the shortest prefix whose amount reaches `wanted`."""
+    """Return the last (key, id) of the fewest best tokens whose number (or mass) reaches `wanted`."""
     low = tl.full((), -(2**31), tl.int64)  # invariant: keys >= low reach the amount, keys >= high do not
     high = _keys(maximum.to(tl.float32)).to(tl.int64) + 1
     before = tl.zeros((), tl.float64)  # the amount with keys >= high
@@ -142,7 +142,7 @@ def _shorten(
 
 @triton.jit
 def _mask_end(row, vocab_size, temperature, top_k, top_p, TILE: tl.constexpr):
-    """Return the last kept token as (key, id)."""
+    """Return (key, id) of the worst token that top-k and top-p keep."""
     last_key = tl.full((), -(2**31), tl.int32)
     last_id = tl.full((), INT_MAX, tl.int32)
     maximum = tl.full((), float("-inf"), tl.float64)

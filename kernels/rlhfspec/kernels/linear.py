@@ -29,7 +29,7 @@ def amx_permitted() -> bool:
 
 @functools.cache
 def available_arithmetics(dtype: torch.dtype) -> tuple[str, ...]:
-    """Return the arithmetics for weights of `dtype`, best first. On Intel, FMA beats bf16 dot products."""
+    """Return the arithmetics available for weights of `dtype`, fastest first. On Intel, FMA beats bf16 dot products."""
     if dtype not in STORED:
         raise ValueError(f"dtype: packed weights are float32 or bfloat16 (got {dtype})")
     if build.load() is None:
@@ -43,7 +43,7 @@ def available_arithmetics(dtype: torch.dtype) -> tuple[str, ...]:
 
 
 def arithmetic_for(dtype: torch.dtype, wanted: str = "auto", device: str = "cpu") -> Arithmetic:
-    """Return the arithmetic for weights of `dtype`, which depends on the CPU and the arguments alone."""
+    """Return `wanted`, or the fastest available arithmetic if `auto`. Raise ValueError if it is unavailable."""
     available = available_arithmetics(dtype) if device.startswith("cpu") else ("torch",)
     if wanted == "auto":
         return available[0]  # type: ignore[return-value]
@@ -98,7 +98,7 @@ def checked(x: Tensor, width: int) -> Tensor:
 
 
 def linear_twin(x: Tensor, weight: Tensor, bias: Tensor | None, arithmetic: str) -> Tensor:
-    """Compute the kernels' result in plain torch: x [..., K], fp32 weight [N, K] -> [..., N]."""
+    """Compute the layer in plain torch, rounding x as the kernels do: x [..., K], fp32 weight [N, K] -> [..., N]."""
     if arithmetic in ("amx", "dpbf16"):
         x = x.to(torch.bfloat16).float()
     return functional.linear(x, weight, bias)

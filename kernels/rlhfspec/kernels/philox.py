@@ -1,4 +1,4 @@
-"""Gumbel noise of the law (docs/law.md) by Philox4x32-10, in plain torch."""
+"""Gumbel noise for sampling (docs/law.md) by Philox4x32-10, in plain torch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _multiply(constant: int, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the high and low word of a 32x32 bit product. int64 overflow leaves all 64 bits correct."""
+    """Return the high and low 32-bit words of constant * value. int64 overflow leaves all 64 bits correct."""
     product = value * constant
     return (product >> 32) & MASK32, product & MASK32
 
 
 def philox_4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> Words:
-    """Return four random 32-bit words. Arguments are int64 below 2**32, with broadcastable shapes.
+    """Return four random words from four counter and two key words: int64 below 2**32, broadcastable.
 
     >>> words = philox_4x32(tuple(torch.zeros(4, 1, dtype=torch.int64)), tuple(torch.zeros(2, 1, dtype=torch.int64)))
     >>> [f"{int(word):08x}" for word in words]

@@ -119,7 +119,7 @@ def _attend(
 
 
 def tiles(group: int, dim: int) -> dict[str, int]:
-    """Return the tile shapes for the model: as large as registers hold without spilling."""
+    """Return tile sizes for `group` query heads per KV head, as large as registers hold without spilling."""
     padded_group, padded_dim = triton.next_power_of_2(group), max(16, triton.next_power_of_2(dim))
     rows, tile = (64, 64) if padded_dim <= 128 else (32, 32)
     return {

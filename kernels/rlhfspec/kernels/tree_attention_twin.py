@@ -68,7 +68,7 @@ class _Twin:
         return (torch.tanh(scores / self.softcap) * self.softcap if self.softcap else scores), values
 
     def partials(self, row: int, begin: int, slots: torch.Tensor, splits: range, split: int) -> torch.Tensor:
-        """Return the softmax of each split [H, n, 2 + D] over the visible `slots`, which start at position `begin`."""
+        """Return splits [H, n, 2 + D] for `merge_reference`, over visible `slots` that start at position `begin`."""
         parts = []
         for index in splits:
             borders = (index * split, (index + 1) * split)
@@ -84,7 +84,7 @@ class _Twin:
 def visible_slots(
     indices: AttentionIndices, row: int, sliding_window: int | None, chunk: int | None = None
 ) -> tuple[int, torch.Tensor]:
-    """Return the first position that a row attends, and the slots [T] from there."""
+    """Return the first position that a row attends to, and the KV slots [T] from there to the row itself."""
     context = indices.slot_table[indices.table_rows[row], : indices.context_lens[row]]
     extra = indices.extra[row]
     slots = torch.cat([context, extra[extra >= 0]])

@@ -17,7 +17,7 @@ POD_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
 class KubeAccess:
-    """Address and credentials from KUBECONFIG, ~/.kube/config or the pod's account."""
+    """The API server's address and credentials, from KUBECONFIG, ~/.kube/config or the pod's account."""
 
     def __init__(self, kubeconfig: str | None = None, context: str | None = None) -> None:
         self._configuration = client.Configuration()

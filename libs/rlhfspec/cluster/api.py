@@ -40,7 +40,7 @@ JOB_VERSION = f"{names.GROUP}/{names.VERSION}"
 
 @dataclass(frozen=True, slots=True)
 class ApiResponse:
-    """Response of the API server; `message` is the reason of a refusal."""
+    """HTTP status and body of a response; `message` is the reason of a refusal."""
 
     code: int
     body: Json = field(repr=False)
@@ -97,7 +97,7 @@ def _plural(kind: str) -> str:
 
 
 class Api:
-    """Client of the API server. `connections` 0: no limit; `deadline_seconds` 0: no retries."""
+    """Client of the API server with up to `connections` (0: no limit); `deadline_seconds` 0: no retries."""
 
     def __init__(
         self, access: KubeAccess, *, may_write: Callable[[], bool] = lambda: True,
@@ -129,7 +129,7 @@ class Api:
         return await self._write("PATCH", "apply", thing["kind"], path, thing, query, APPLY)
 
     async def write_status(self, namespace: str, name: str, uid: str, version: str, status: Json) -> ApiResponse:
-        """Replace the status, since server-side apply nulls emptied maps; 409 if `uid` or `version` is outdated."""
+        """Replace a job's status; the response is 409 if `uid` or the resourceVersion `version` is outdated."""
         said = {"/metadata/uid": uid, "/metadata/resourceVersion": version, "/status": status}
         patch = [{"op": "add", "path": path, "value": value} for path, value in said.items()]
         path = path_of(JOB_VERSION, names.KIND, namespace, name) + "/status"
@@ -145,7 +145,7 @@ class Api:
     async def delete(
         self, version: str, kind: str, namespace: str, name: str, *, uid: str | None, grace_seconds: int | None
     ) -> ApiResponse:
-        """Delete the object, if it still has this `uid`."""
+        """Delete the object, if it still has this `uid` (None: any)."""
         body: Json = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
         if uid is not None:
             body["preconditions"] = {"uid": uid}
@@ -154,14 +154,14 @@ class Api:
         return await self._write("DELETE", "delete", kind, path_of(version, kind, namespace, name), body)
 
     async def create(self, thing: Json, *, dry_run: bool = False) -> ApiResponse:
-        """Create an object, refusing unknown fields; `dry_run` stores nothing."""
+        """Create an object, rejecting unknown fields; `dry_run` stores nothing."""
         path = path_of(thing["apiVersion"], thing["kind"], thing["metadata"].get("namespace"))
         query = {"fieldValidation": "Strict"}
         query |= {"dryRun": "All"} if dry_run else {}
         return await self._write("POST", "try" if dry_run else "create", thing["kind"], path, thing, query)
 
     async def take_up(self, thing: Json, fields: Iterable[str]) -> ApiResponse:
-        """Overwrite labels and `fields` of an object with the same first owner."""
+        """Overwrite labels and `fields` of the existing object, if it has the same first owner."""
         metadata = thing["metadata"]
         path = path_of(thing["apiVersion"], thing["kind"], metadata.get("namespace"), metadata["name"])
         patch = [
@@ -173,7 +173,7 @@ class Api:
         return await self._write("PATCH", "patch", thing["kind"], path, patch, query, PATCH)
 
     async def test_label(self, namespace: str, kind: str, name: str, label: str, value: str) -> ApiResponse:
-        """Return a refusal unless the core object has this label, without reading its data."""
+        """Return a refusal unless the `v1` object has this label value, without reading its data."""
         patch = [
             {"op": "test", "path": f"/metadata/labels/{label.replace('~', '~0').replace('/', '~1')}", "value": value}
         ]
@@ -203,7 +203,7 @@ class Api:
         self, version: str, kind: str, namespace: str | None, *,
         labels: str = "", fields: str = "", cached: bool = False,
     ) -> AsyncIterator[Json]:  # fmt: skip
-        """Yield the objects of a list, which may be stale if `cached`."""
+        """Yield the objects of a kind, which may be stale if `cached`."""
         async for page in self.pages(version, kind, namespace, labels=labels, fields=fields, cached=cached):
             for item in page["items"]:
                 yield item
@@ -212,7 +212,7 @@ class Api:
         self, version: str, kind: str, namespace: str | None, *,
         labels: str = "", fields: str = "", cached: bool = False,
     ) -> AsyncIterator[Json]:  # fmt: skip
-        """Yield a list page by page; raises ClusterRefused or ClusterUnavailable."""
+        """Yield responses with one page of a list each; raises ClusterRefused or ClusterUnavailable."""
         query = {"labelSelector": labels, "fieldSelector": fields}
         query |= {"resourceVersion": "0"} if cached else {"limit": str(PAGE)}
         while True:
@@ -228,7 +228,7 @@ class Api:
     async def watch(
         self, version: str, kind: str, namespace: str | None, since: str, *, labels: str = "", fields: str = ""
     ) -> AsyncIterator[tuple[str, Json]]:
-        """Yield (event type, object) for WATCH_SECONDS; raises ClusterUnavailable, also if `since` is too old."""
+        """Yield (event type, object) for WATCH_SECONDS; raises ClusterUnavailable, also if version `since` is old."""
         query = {
             "watch": "true", "resourceVersion": since, "allowWatchBookmarks": "true",
             "timeoutSeconds": str(WATCH_SECONDS), "labelSelector": labels, "fieldSelector": fields,
@@ -250,7 +250,7 @@ class Api:
     async def log(
         self, namespace: str, pod: str, container: str, *, follow: bool = False, tail: int | None = None
     ) -> AsyncIterator[bytes]:
-        """Yield a pod's log with timestamps; raises ClusterRefused or ClusterUnavailable."""
+        """Yield chunks of a pod's log with timestamps; raises ClusterRefused or ClusterUnavailable."""
         query = {"container": container, "timestamps": "true", "follow": str(follow).lower()}
         query |= {} if tail is None else {"tailLines": str(tail)}
         silence = None if follow else ATTEMPT_SECONDS
@@ -271,7 +271,7 @@ class Api:
         return await self._review("authentication.k8s.io/v1", "TokenReview", {"token": token} | audiences)
 
     async def review_access(self, user: Json, attributes: Json) -> Json:
-        """Return the status of a SubjectAccessReview."""
+        """Return the status of a SubjectAccessReview for `user` and `attributes`."""
         asked = user | {"resourceAttributes": attributes}
         return await self._review("authorization.k8s.io/v1", "SubjectAccessReview", asked)
 
@@ -283,7 +283,7 @@ class Api:
         return status
 
     async def lease(self, method: str, namespace: str, name: str, body: Body | None = None) -> ApiResponse:
-        """Send one Lease request without `may_write`, since the caller may not lead yet."""
+        """Send one Lease request without retries or the `may_write` check, since the caller may not lead yet."""
         path = path_of("coordination.k8s.io/v1", "Lease", namespace, "" if method == "POST" else name)
         return await self._try(method, path, body, {}, "application/json")
 
@@ -361,7 +361,7 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 async def from_each(
     places: Iterable[_P], ask: Callable[[_P], Awaitable[_T]]
 ) -> AsyncIterator[tuple[_P, _T | ClusterRefused]]:
-    """Yield each place with the result of `ask`, or the ClusterRefused that it raised."""
+    """Yield each place with the result of `ask(place)`, or the ClusterRefused that it raised."""
     for place in places:
         try:
             yield place, await ask(place)
@@ -370,7 +370,7 @@ async def from_each(
 
 
 async def in_parallel(calls: list[Awaitable[ApiResponse]]) -> list[ApiResponse]:
-    """Await all calls, OF_ONE_JOB at a time, then raise the first exception."""
+    """Await all calls, OF_ONE_JOB at a time; return the responses or raise the first exception."""
     room = asyncio.Semaphore(OF_ONE_JOB)
 
     async def one(call: Awaitable[ApiResponse]) -> ApiResponse:

@@ -65,7 +65,7 @@ def _contradictions() -> list[dict[str, Any]]:
 
 
 def _immutable(spec: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return one rule per field, so that the message names the changed field."""
+    """Return rules against changes after the start, one per field so that the message names it."""
     rules = []
     for path, default in _fields(spec, ""):
         has, had = _is_there("self", path), _is_there("oldSelf", path)
@@ -83,13 +83,13 @@ def _immutable(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _is_there(root: str, path: str) -> str:
-    """Return a CEL test for a field, with has() at every level because `.?` hides maximal lengths."""
+    """Return a CEL test that a field is set, with has() at every level because `.?` hides maximum lengths."""
     parts = path.split(".")
     return " && ".join(f"has({root}.spec.{'.'.join(parts[: end + 1])})" for end in range(len(parts)))
 
 
 def _fields(node: dict[str, Any], prefix: str) -> list[tuple[str, Any]]:
-    """Return fields and defaults, two levels deep (roles: three)."""
+    """Return (path, default) of immutable fields, two levels deep (roles: three)."""
     found: list[tuple[str, Any]] = []
     for name, field in node["properties"].items():
         path = f"{prefix}{name}"

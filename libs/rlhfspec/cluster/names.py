@@ -53,7 +53,7 @@ def pod_name(job: str, role: str, worker: int) -> str:
 
 
 def config_name(job: str, job_uid: str) -> str:
-    """Return the name of the job's ConfigMap, unique by the job's uid."""
+    """Return the name of the job's ConfigMap, unique by part of the job's uid."""
     return f"{job}-connections-{job_uid[:8]}"
 
 
@@ -63,7 +63,7 @@ def secret_name(job: str, role: str, job_uid: str) -> str:
 
 
 def ranks_name(job: str, job_uid: str) -> str:
-    """Return the name of the headless Service of ranks, which must begin with a letter.
+    """Return the name of the headless Service of trainer ranks, which must begin with a letter.
 
     >>> ranks_name("1" * 52, "6f1c-42")
     'ranks-1111111111111111111111111111111111111111-6f1c-42'
@@ -72,7 +72,7 @@ def ranks_name(job: str, job_uid: str) -> str:
 
 
 def policy_name(ports: str, job: str, job_uid: str) -> str:
-    """Return the name of a job's NetworkPolicy."""
+    """Return the name of a job's NetworkPolicy for ports such as moves."""
     return f"{ports}-{job[:40].rstrip('-')}-{job_uid[:8]}"
 
 
@@ -85,12 +85,12 @@ def labels_of(job: str, role: str, worker: int) -> dict[str, str]:
 
 
 def run_uid(job_uid: str, number: int) -> str:
-    """Return the uid of the job's n-th run, long enough that forged numbers cannot collide."""
+    """Return the uid of the job's n-th run, a hash too long for forged numbers to match another run."""
     return hashlib.sha256(f"{job_uid}/{number}".encode()).hexdigest()[:16]
 
 
 def run_folder(job: str, job_uid: str) -> PurePosixPath:
-    """Return the default run folder, unique by the job's uid."""
+    """Return the default run folder, unique by part of the job's uid."""
     return STORAGE / "runs" / f"{job}-{job_uid[:8]}"
 
 

@@ -11,7 +11,7 @@ STOPPED_SECONDS = 5.0
 
 
 class AwakeClock:
-    """Clock to be read every second, as `sleep` does. A late read without CPU time counts as a stop."""
+    """Monotonic clock, read every second, that leaves out stops: late reads with little CPU time in between."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def take_lock(path: Path, *, wait: bool = False) -> int:
-    """Lock a file until the returned descriptor is closed; raise BlockingIOError, naming the holder, if taken."""
+    """Lock a file until the returned descriptor is closed. Without `wait`, raise BlockingIOError if it is locked."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -29,7 +29,7 @@ def take_lock(path: Path, *, wait: bool = False) -> int:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock inside this context, after waiting for it."""
+    """Wait for the file's lock, and hold it inside this context."""
     lock = take_lock(path, wait=True)
     try:
         yield

@@ -11,7 +11,7 @@ _NODE = re.compile(r"nvidia\d+")
 
 
 def visible(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
-    """Return the GPUs that this process sees, without initializing CUDA."""
+    """Return the GPUs in CUDA_VISIBLE_DEVICES, else the indices of `devices`/nvidia*, without initializing CUDA."""
     told = environment.get(VISIBLE)
     if told is not None:
         return [name.strip() for name in told.split(",") if name.strip() not in ("", "-1")]
@@ -20,13 +20,13 @@ def visible(environment: Mapping[str, str], devices: Path = Path("/dev")) -> lis
 
 
 def of_rank(gpus: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Return this rank's GPU, or all GPUs without ranks."""
+    """Return this rank's GPU in a list, or all GPUs if LOCAL_RANK is unset."""
     rank = environment.get("LOCAL_RANK", "")
     return [gpus[int(rank) % len(gpus)]] if rank and gpus else list(gpus)
 
 
 def see_only(told: str | None, environment: MutableMapping[str, str]) -> None:
-    """Restrict this process to comma-separated GPUs, or to its rank's, before it initializes CUDA."""
+    """Set CUDA_VISIBLE_DEVICES to this rank's GPU, or all, of `told` (comma-separated; None: all visible GPUs)."""
     gpus = visible(environment) if told is None else visible({VISIBLE: told})
     mine = of_rank(gpus, environment)
     if told is not None or mine != gpus:

@@ -9,7 +9,7 @@ NO_DOCSTRINGS = "python -OO (PYTHONOPTIMIZE=2): transformers does not work witho
 
 
 def refuse_or_begin_anew() -> None:
-    """Exit if the interpreter drops docstrings, and restart it if it does not use UTF-8."""
+    """Exit if Python drops docstrings (-OO), and restart it in UTF-8 mode if it does not use UTF-8."""
     if sys.flags.optimize > 1:
         print(NO_DOCSTRINGS, file=sys.stderr)
         sys.exit(2)

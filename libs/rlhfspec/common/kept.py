@@ -1,4 +1,4 @@
-"""Results kept between starts in `$RLHFSPEC_CACHE/kept`, or the folder `RLHFSPEC_KEPT` (empty: none)."""
+"""Cache of results between process starts, in `$RLHFSPEC_CACHE/kept` or `$RLHFSPEC_KEPT` (empty: no cache)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _OF_A_CPU = ("model name", "flags", "CPU part", "Features")  # lines of /proc/cp
 
 
 def key_of(kind: str, *parts: object) -> str:
-    """Return the key of a result of this code on this machine, with the repr of `parts`."""
+    """Return the cache key of a result, from its kind, the repr of `parts`, this code and this machine."""
     return f"{kind}-{_digest(repr((this_program(), *parts)).encode())}"
 
 
 def read(key: str) -> Any:
-    """Return the kept result, or None."""
+    """Return the result kept under the key, or None."""
     folder = _folder()
     with suppress(OSError, ValueError):
         return None if folder is None else json.loads((folder / f"{key}.json").read_bytes())
@@ -36,7 +36,7 @@ def read(key: str) -> Any:
 
 
 def write(key: str, result: Mapping[str, Any]) -> None:
-    """Keep a result as JSON, if the folder can be written."""
+    """Keep a result as JSON under the key, if the folder can be written."""
     folder = _folder()
     if folder is None:
         return

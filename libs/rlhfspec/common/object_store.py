@@ -29,7 +29,7 @@ _OF_THE_JOB = ("PermissionDeniedError", "UnauthenticatedError", "InvalidPathErro
 
 
 class ObjectStore:
-    """Thread-safe pair of a store's prefix and a folder, to both of which paths are relative.
+    """Thread-safe copier of files between `uri` in a store and the folder `base`, to both of which paths are relative.
 
     Raises StorageUnavailable, or InvalidRequest if a retry cannot help.
     """
@@ -51,7 +51,7 @@ class ObjectStore:
             )
 
     def sizes(self, *prefixes: str) -> dict[str, int]:
-        """Return the sizes of objects at or below these names."""
+        """Return the sizes in bytes, by name, of objects at or below these prefixes."""
         import obstore
 
         found: dict[str, int] = {}
@@ -72,7 +72,7 @@ class ObjectStore:
             return {each["path"]: each["size"] for each in obstore.list_with_delimiter(self._store)["objects"]}
 
     def fetch(self, sizes: Mapping[str, int]) -> int:
-        """Fetch missing objects, each whole or not at all; return the bytes copied."""
+        """Fetch the named objects that the folder lacks, each whole or not at all; return the bytes copied."""
         missing = {path: size for path, size in sizes.items() if not self._is_there(path, size)}
         with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
             for path, size in missing.items():
@@ -82,7 +82,7 @@ class ObjectStore:
         return sum(missing.values())
 
     def push(self, files: Iterable[Path]) -> int:
-        """Push existing files in this order; return the bytes copied."""
+        """Push those files that exist, in this order; return the bytes copied."""
         import obstore
 
         total = 0
@@ -157,7 +157,7 @@ class ObjectStore:
 
 
 def main() -> int:
-    """Fetch a path, for a shell without the store's own tool."""
+    """Fetch a file or folder, for a shell without the store's own tool."""
     parser = argparse.ArgumentParser(
         prog="python -m rlhfspec.common.object_store", description="Fetches what a store has."
     )

@@ -127,7 +127,7 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningReport:
-    """Cost and benefit of learning. Tokens per verification are None without steps of this drafter."""
+    """Cost and benefit of training a drafter online. `tokens_*` are None until it has drafted."""
 
     num_tokens: int = 0  # learnt from, counting every use
     seconds: float = 0.0  # spent on learning
@@ -176,7 +176,7 @@ class Watermark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVRange:
-    """KV of committed positions: `kv[i]` [n, bytes per position], of KV space i, begins at `start.positions[i]`."""
+    """KV of committed positions: `kv[i]` [n, bytes per position] is KV space i from `start.positions[i]` on."""
 
     request_id: str
     start: Watermark
@@ -267,7 +267,7 @@ class MovableByTokens(EngineProtocol, Protocol):
         ...
 
     def manifest(self, request_id: str) -> Manifest:
-        """Return a sequence's manifest, with epoch 0 if its KV cannot move. Raise InvalidRequest if unknown."""
+        """Return a sequence's manifest; epoch 0 means that it has no KV to move. Raise InvalidRequest if unknown."""
         ...
 
     def export_sequence(self, request_id: str) -> SequenceState:
@@ -275,7 +275,7 @@ class MovableByTokens(EngineProtocol, Protocol):
         ...
 
     def import_sequence(self, arrived: SequenceState) -> None:
-        """Continue a sequence at the next step. A refused state changes nothing."""
+        """Take over an exported sequence and continue it. A refused state changes nothing."""
         ...
 
     def reattach(self, request_id: str) -> None: ...
@@ -295,7 +295,7 @@ class MovableWithKV(MovableByTokens, Protocol):
     """
 
     def reserve(self, manifest: Manifest) -> Watermark:
-        """Reserve a row and blocks until `import_sequence` or `cancel`; return the positions already held here.
+        """Reserve a row and blocks until `import_sequence` or `cancel`; return the positions whose KV is already here.
 
         Raise SequenceStateError or InvalidRequest, naming the field.
         """
@@ -306,7 +306,7 @@ class MovableWithKV(MovableByTokens, Protocol):
     ) -> KVRange:
         """Copy committed KV after `start`: at most `max_bytes`, but at least one position.
 
-        The parts are consecutive views of `out`. Raise SequenceStateError("epoch") if KV was lost since `start`.
+        The arrays are consecutive views of `out`. Raise SequenceStateError("epoch") if KV was lost since `start`.
         """
         ...
 
@@ -319,7 +319,7 @@ class MovableWithKV(MovableByTokens, Protocol):
         ...
 
     def import_sequence(self, arrived: SequenceState) -> None:
-        """Continue a sequence at the next step; without room or under newer weights, queue it and recompute its KV."""
+        """Take over an exported sequence; without room, or under newer weights, queue it and recompute its KV."""
         ...
 
 
@@ -336,7 +336,7 @@ class Learning(Protocol):
     def learnt(self) -> Learnt: ...
 
     def take(self, learnt: Learnt) -> bool:
-        """Adopt weights learnt from more tokens; return whether adopted. Raise InvalidRequest for another drafter's."""
+        """Adopt weights if learnt from more tokens, and return whether. Raise InvalidRequest for another drafter's."""
         ...
 
 

@@ -77,7 +77,7 @@ class EngineConfig:
 
     @property
     def table_width(self) -> int:
-        """Return the most slots a row can own: its context and tree nodes, in whole blocks."""
+        """Return the most KV slots of a row: for its context and tree nodes, in whole blocks."""
         return -(-(self.max_context + self.tree_slots + 1) // self.block_size) * self.block_size
 
     @property

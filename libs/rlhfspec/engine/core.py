@@ -38,7 +38,7 @@ from rlhfspec.messages.records.models import ModelReport
 
 
 class Engine(Moves):
-    """Engine that generates tokens by the law on one model.
+    """Engine that generates tokens with one model by the law, its sampling rule (docs/law.md).
 
     >>> engine = Engine.from_pretrained("path/to/model", speculation="suffix")    # doctest: +SKIP
     >>> [done] = engine.generate(["2+2="], SamplingParams(max_tokens=8), seeds=[7])    # doctest: +SKIP
@@ -218,7 +218,7 @@ class Engine(Moves):
     def extend(
         self, request_id: str, token_ids: SequenceOf[int], *, seed: int, params: SamplingParams | None = None
     ) -> None:
-        """Continue a sequence that stays, as a new request whose prompt is all its tokens plus `token_ids`.
+        """Continue a finished sequence that `stays`, as a new request whose prompt is all its tokens plus `token_ids`.
 
         Response positions restart at 0, so that noise would repeat unless every turn has its own `seed`.
         """
@@ -233,7 +233,7 @@ class Engine(Moves):
         self.scheduler.extend(self.state.new_sequence(request, Generated.of_prompt(prompt)))
 
     def preempt(self, request_id: str) -> bool:
-        """Preempt a running sequence: free its KV, and recompute it later with the same tokens."""
+        """Free a running sequence's KV, and recompute it later with the same tokens. Return False if not running."""
         sequence = self.state.sequences.get(request_id)
         if sequence is None or not sequence.has_row:
             return False

@@ -30,7 +30,7 @@ def make(job: RLHFJob, load_tokenizer: Callable[[], Any], group: Ranks | None = 
 
 
 def follow(job: RLHFJob, group: Ranks) -> None:
-    """Serve this rank's part of the model until rank 0 stops."""
+    """Run rank 0's commands on this rank's part of the model until it stops."""
     follow_engine(_target(job, group), _config(job), group)
 
 

@@ -24,7 +24,7 @@ class OracleTokens:
 @torch.inference_mode()
 def decode(model: Any, prompt: list[int], params: SamplingParams, seed: int, stop_ids: tuple[int, ...] = (),
            forced: list[int] | None = None) -> OracleTokens:  # fmt: skip
-    """Decode with an unmodified Hugging Face model. `forced` tokens replace the chosen ones."""
+    """Decode with an unmodified Hugging Face model. `forced` tokens continue the text instead of the chosen ones."""
     tokens, log_probs, margins = list(prompt), [], []
     chosen: list[int] = []
     for position in range(params.max_tokens if forced is None else len(forced)):
@@ -44,7 +44,7 @@ def decode(model: Any, prompt: list[int], params: SamplingParams, seed: int, sto
 
 def perturbed_scores(logits: npt.NDArray[np.float32], params: SamplingParams, seed: int, position: int,
                      ) -> npt.NDArray[np.float64]:  # fmt: skip
-    """Return every token's score (masked: -inf). The law chooses the first maximum."""
+    """Return every token's score with noise (cut: -inf). The law chooses the first maximum."""
     wide = logits.astype(np.float64)
     if params.temperature == 0:
         return wide

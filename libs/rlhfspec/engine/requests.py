@@ -34,7 +34,7 @@ def check_types(request: Request) -> None:
 def check_request(
     request: Request, *, num_token_ids: int, most_tokens: int, has_tokenizer: bool, weights_version: int
 ) -> None:
-    """Raise InvalidRequest if the engine can never run the request. `most_tokens`: prompt plus response."""
+    """Raise InvalidRequest if the engine can never run the request. `most_tokens` limits prompt plus response."""
     check_types(request)
     prompt, params = request.prompt_token_ids, request.params
     ids = (("prompt_token_ids", prompt), ("stop_token_ids", params.stop_token_ids))

@@ -1,1 +1,1 @@
-"""Hugging Face models on rlhfspec's kernels, and the proof of equal results."""
+"""Hugging Face models on rlhfspec's kernels, and the verification of equal results."""

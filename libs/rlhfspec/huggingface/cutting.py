@@ -1,6 +1,6 @@
 """Tensor parallelism of a causal LM, cut by its class's plan in transformers.
 
-    embedding      rows of the vocabulary   -> looked up where they are, added up
+    embedding      rows of the vocabulary   -> looked up on their rank, added up
     colwise        outputs of a matrix      -> heads and hidden units of one process
     rowwise        inputs of a matrix       -> added up
     head           rows of the vocabulary   -> joined to all logits
@@ -52,7 +52,7 @@ class Cut:
 
 
 def added(part: Tensor, group: Ranks) -> Tensor:
-    """Return the sum over all ranks, on CPUs in rank order, so that a row keeps its bits."""
+    """Return the sum of `part` over all ranks, on CPUs in rank order, so that a row keeps its bits."""
     if not part.is_cpu:
         dist.all_reduce(part, group=group.device)
         return part
@@ -78,7 +78,7 @@ def _of_all(part: Tensor, group: Ranks) -> list[Tensor]:
 
 
 def cut_of(model: Any) -> Cut | None:
-    """Return the layout left by `load_part`, or None for a whole model."""
+    """Return the tensor parallel layout that `load_part` stored on the model, or None for a whole model."""
     return getattr(model, _ATTRIBUTE, None)
 
 
@@ -94,7 +94,7 @@ def share(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
 
 
 def load_part(path: str | Path, group: Ranks, *, field: str = "path") -> Any:
-    """Load this rank's part of a model, as all ranks must. Raise InvalidRequest if it cannot be cut."""
+    """Load this rank's part of a model. All ranks must call this. Raise InvalidRequest if it cannot be cut."""
     whole = _without_weights(path, field)
     styles = planned(whole, path, group.num_ranks, field)
     with _on_its_only_device():
@@ -121,7 +121,7 @@ def _without_weights(path: str | Path, field: str) -> Any:
 
 
 def planned(model: Any, path: str | Path, num_ranks: int, field: str) -> dict[str, str]:
-    """Return the style in which each module is cut, or raise InvalidRequest."""
+    """Return the cut style (such as colwise) by module path, or raise InvalidRequest if a cut is impossible."""
 
     def refuse(problem: str) -> InvalidRequest:
         return InvalidRequest(field, str(path), f"cannot be cut over {num_ranks} processes: {problem}")
@@ -192,7 +192,7 @@ def _hook(model: Any, path: str, style: str, cut: Cut) -> None:
 def looked_up(
     module: Any, plain: Callable[[Tensor], Tensor], group: Ranks, add: Callable[[Tensor, Ranks], Tensor] = added
 ) -> Callable[[Tensor], Tensor]:
-    """Return the forward of an embedding whose rows are divided among ranks."""
+    """Return the forward of an embedding divided by rows. `plain` looks up this rank's rows, `add` sums over ranks."""
     first, count = share(module.num_embeddings, group.rank, group.num_ranks)
 
     def forward(token_ids: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ _USUAL_CAP = 2.0  # of truncated importance sampling
 
 
 def device_of(spec: Spec) -> str:
-    """Return this rank's device; `auto` is a GPU if there is one, but the CPU for exactly on-policy jobs."""
+    """Return this rank's device; `auto` is a GPU if there is one, but the CPU with `exactOnPolicy`."""
     if spec.device == "auto":
         device = "cuda" if torch.cuda.is_available() and not spec.training.exact_on_policy else "cpu"
     elif spec.device.startswith("cuda") and not torch.cuda.is_available():
@@ -36,7 +36,7 @@ def device_of(spec: Spec) -> str:
 
 
 def settled(spec: Spec, device: str) -> Spec:
-    """Return the job with every `auto` resolved: float32 on a CPU, else bfloat16.
+    """Return the job with `auto` types resolved: float32 on a CPU, else bfloat16 generation and autocast.
 
     Importance weights are capped at 2 by default if generator and trainer differ in precision.
     """

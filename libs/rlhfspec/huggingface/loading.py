@@ -34,7 +34,7 @@ def load_model(path: str | Path, *, field: str = "path") -> Any:
 
 
 def load_stored(path: str | Path, *, field: str = "path", only_trunk: bool = False, num_ranks: int = 1) -> Any:
-    """Load a causal LM on the CPU: bfloat16 parameters stay so, all else is in float32.
+    """Load a causal LM on the CPU. bfloat16 parameters stay bfloat16, all others become float32.
 
     Checkpoints with missing or unknown weights are refused. `only_trunk`: allow any head or none. `num_ranks`: each
     process reads only its part (`cutting.load_part`).
@@ -80,7 +80,7 @@ _buffers_made: ContextVar[dict[str, torch.dtype] | None] = ContextVar("types of 
 
 @contextmanager
 def _in_types_of_the_file() -> Iterator[dict[str, torch.dtype]]:
-    """Keep transformers from casting, and yield the types of the loaded model's buffers."""
+    """Load tensors in the file's types, and yield a dict that receives the model's buffer types by name."""
     _let_types_stay()
     made: dict[str, torch.dtype] = {}
     token = _buffers_made.set(made)
@@ -92,7 +92,7 @@ def _in_types_of_the_file() -> Iterator[dict[str, torch.dtype]]:
 
 @cache
 def _let_types_stay() -> None:
-    """Patch transformers to keep types while `_buffers_made` is set."""
+    """Patch transformers to keep the file's types while `_buffers_made` is set."""
     from transformers import PreTrainedModel
 
     usual = PreTrainedModel._get_dtype_plan
@@ -115,7 +115,7 @@ def refuse_other_weights(
     field: str,
     path: str,
 ) -> None:
-    """Raise InvalidRequest for the differences that transformers reports."""
+    """Raise InvalidRequest if transformers reported missing, unexpected or mismatched weights."""
     lacking, beyond = set(missing), set(unexpected)
     shapes = {f"{name} {_by(found)}, not {_by(wanted)}," for name, found, wanted in mismatched}
     problems = [f"lacks {_named(lacking)}"] if lacking else []
@@ -136,7 +136,7 @@ def _by(shape: Sequence[int]) -> str:
 
 @contextmanager
 def _no_report_of_its_own() -> Iterator[None]:
-    """Silence transformers' table of weights."""
+    """Silence transformers' report of missing and unexpected weights."""
     names = ("modeling_utils", "distributed.tensor_parallel")  # the second logs even if the first is silenced
     before = {name: logging.getLogger(f"transformers.{name}").level for name in names}
     for name in names:

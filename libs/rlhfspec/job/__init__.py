@@ -388,7 +388,7 @@ class Spec(Block):
 
     @property
     def prefetch(self) -> int:
-        """Return how many samples a generator fetches beyond its engine's capacity: few, because they cannot move."""
+        """Return the number of samples fetched beyond an engine's capacity; by default few if samples cannot move."""
         given = self.roles.generator.prefetch
         if given is not None:
             return given
@@ -396,12 +396,12 @@ class Spec(Block):
 
     @property
     def pulled_at_a_time(self) -> int:
-        """Return the number of samples pulled at a time, at most a group because it shares its prompt's KV."""
+        """Return the number of samples pulled at a time, at most a prompt's group, which shares the prompt's KV."""
         return max(min(self.algorithm.samples_per_prompt, self.prefetch), 1)
 
     @property
     def samples_in_flight(self) -> int:
-        """Return the maximum number of samples requested at a time, over all steps within staleness."""
+        """Return the maximum number of samples in flight: those of a step, times one plus the allowed staleness."""
         training = self.training
         return training.prompts_per_step * self.algorithm.samples_per_prompt * (1 + training.max_staleness)
 

@@ -36,7 +36,7 @@ class Mark(Enum):
 
 
 def marked(block: type[Block], mark: Mark) -> Iterator[str]:
-    """Yield the paths of marked fields, such as roles.generator.workers; a marked block is one path."""
+    """Yield the paths of fields with this mark, such as roles.generator.workers; a marked block is one path."""
     for field in block.model_fields.values():
         if mark in field.metadata:
             yield str(field.alias)
@@ -46,7 +46,7 @@ def marked(block: type[Block], mark: Mark) -> Iterator[str]:
 
 
 def blocks_of(annotation: Any) -> list[type[Block]]:
-    """Return the blocks that a field may hold, directly, in a list or in a union."""
+    """Return the Block classes that a field may hold, directly, in a list or in a union."""
     if isinstance(annotation, type) and issubclass(annotation, Block):
         return [annotation]
     return [block for inner in get_args(annotation) for block in blocks_of(inner)]

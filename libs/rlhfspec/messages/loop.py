@@ -1,4 +1,4 @@
-"""Stages of the loop: the records that each consumes and produces, and the stages that unblock it."""
+"""Stages of the training loop: the records that each consumes and produces, and the stages that unblock it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ LAST_DECLARED = WorkerInfo  # declared last, so its existence implies all others
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Stage of the loop, with its records and limits.
+    """Stage of the training loop, with its record types and limits.
 
     `max_held` limits the unacknowledged records of one type over all its workers. After `max_deliveries` a record
     becomes a dead letter (None: never). Records in `watches` must not affect tokens or curves.
@@ -146,7 +146,7 @@ def dead_letters(job: str, uid: str) -> str:
 
 
 def state_key(record: Record) -> str:
-    """Return the key under which a state subject keeps this record as its latest."""
+    """Return the record's key; a state subject keeps only the latest record of each key."""
     if isinstance(record, WorkerInfo):
         return f"{record.stage}-{record.worker}"
     return record.role if isinstance(record, Weights) else ""
@@ -172,7 +172,7 @@ class Declaration(NamedTuple):
 
 
 def declarations(job: str, uid: str, running: Collection[str]) -> list[Declaration]:
-    """Return the declarations that open a run, in order; only running stages get consumers."""
+    """Return the declarations of a run's subjects, in order; only stages in `running` get consumers."""
     made = [_declaration(job, uid, record, running) for record in KINDS if record is not LAST_DECLARED]
     return [*made, Declaration(dead_letters(job, uid), "state"), _declaration(job, uid, LAST_DECLARED, running)]
 

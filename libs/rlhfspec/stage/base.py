@@ -50,7 +50,7 @@ class Service(ABC):
         return "left: it was asked to"
 
     async def unless_stopped(self, wait: Coroutine[Any, Any, list[_R] | None], *events: asyncio.Event) -> list[_R]:
-        """Return the result of a wait, or [] at a stop or one of `events`."""
+        """Await `wait` and return its result, or [] once the service stops or one of `events` is set."""
         waiting = asyncio.create_task(wait)
         ends = [asyncio.create_task(event.wait()) for event in (self.stopping, *events)]
         try:
@@ -67,7 +67,7 @@ class Service(ABC):
                 yield arrived
 
     async def pause(self, what: str, seconds: float) -> None:
-        """Sleep, or return early at a stop, and report `what` as the reason."""
+        """Sleep, or return early at a stop, and report meanwhile that the worker waits for `what`."""
         with self.vitals.waiting(what), suppress(TimeoutError):
             await asyncio.wait_for(self.stopping.wait(), seconds)
 

@@ -25,7 +25,7 @@ Tell = Callable[[How, SampleProgress | None], None]
 
 
 class Held:
-    """Receipt of a delivery, which its inbox keeps in progress until it ends."""
+    """Receipt of a delivery, whose ack deadline the inbox extends until ack, nak, term or leave."""
 
     def __init__(self, receipt: Receipt, id: str, kept: dict[str, Receipt], tell: Tell | None = None) -> None:
         self._receipt = receipt
@@ -54,7 +54,7 @@ class Held:
         self._ended("term")
 
     def leave(self, progress: SampleProgress | None) -> None:
-        """Release a delivery without ack or nak; `progress` is None if it never began here."""
+        """Forget a delivery that moved to another worker; `progress` is None if it never began here."""
         self._forget()
         self._ended("moved", progress)
 
@@ -71,7 +71,7 @@ class Held:
 
 
 class Delivery(Generic[_R]):
-    """Record to end by one of ack, nak and term; `held` may outlive it."""
+    """Received record, to be ended by one ack, nak or term; its receipt `held` may outlive it."""
 
     def __init__(self, record: _R, held: Held, num_deliveries: int, headers: Mapping[str, str]) -> None:
         self.record: _R = record
@@ -90,7 +90,7 @@ class Delivery(Generic[_R]):
 
 
 class Inbox(Generic[_R]):
-    """Inbox of one record type; inside `async with`, pulled records stay in progress."""
+    """Inbox of one record type. Inside `async with`, it extends the ack deadlines of pulled records."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class Inbox(Generic[_R]):
         return Delivery(record, held, message.num_deliveries, message.headers)
 
     async def adopt(self, data: bytes, id: str, token: str, headers: Mapping[str, str]) -> Delivery[_R]:
-        """Take over another worker's delivery; raise InvalidRequest for a bad token."""
+        """Take over another worker's delivery by its receipt's token; raise InvalidRequest for a bad token."""
         record = self._bus.read(self._record_type, f"{self._bus.uid}/{id}", data)
         subject = self._bus.subject(self._record_type)
         receipt = await self._bus.transport.adopt(token, subject, self._place.stage)
@@ -192,7 +192,7 @@ class StageBus:
         self._place = WorkerPlace(stage.name, worker)
 
     async def publish(self, record: Record) -> bool:
-        """Publish a record; return False for a known id, or raise TransportFull after waiting for room."""
+        """Publish a record and return whether its id is new; raise TransportFull if consumers lag too long."""
         if type(record) not in self.stage.produces:
             raise InvalidRequest("record", type(record).__name__, f"{self.stage.name} does not produce it (loop.py)")
         watcher = self._bus.watcher
@@ -205,7 +205,7 @@ class StageBus:
             return is_new
 
     async def subscribe(self, record_type: type[_R]) -> Inbox[_R]:
-        """Subscribe to a record type; workers of a stage share work, but observe all state and signals."""
+        """Subscribe to a record type. Workers of a stage share work, but each receives all state and signals."""
         if record_type not in (*self.stage.consumes, *self.stage.watches, *loop.SEEN_BY_ALL):
             raise InvalidRequest("record", record_type.__name__, f"{self.stage.name} does not consume it (loop.py)")
         transport, subject = self._bus.transport, self._bus.subject(record_type)
@@ -218,7 +218,7 @@ class StageBus:
 
 
 class Bus:
-    """Records of one run over a transport; work is kept only for the stages in `workers`."""
+    """Records of one run over a transport. Work is stored only for the stages in `workers`."""
 
     def __init__(
         self, transport: Transport, job: str, *, uid: str, workers: Mapping[str, int], clock: Clock | None = None
@@ -279,7 +279,7 @@ class Bus:
         )
 
     async def release(self, name: str) -> None:
-        """Redeliver the records of a stage's only worker, before that worker restarts."""
+        """Make the unacknowledged records of a stage's only worker deliverable again, before it restarts."""
         for record_type in _known(name).consumes:
             if loop.KINDS[record_type] == "work":
                 await self.transport.release(self.subject(record_type), name)

@@ -19,7 +19,7 @@ log = logging.getLogger("rlhfspec.stage")
 
 
 class DeadLetterWatch(Service):
-    """Service that raises RecordUndeliverable at the first dead letter of this run.
+    """Service that raises RecordUndeliverable at this run's first dead letter (undeliverable record).
 
     consumes: dead letters; produces: nothing; waits for: an unhandled record; unblocked by: any stage.
     """

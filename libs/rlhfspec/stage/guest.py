@@ -1,6 +1,6 @@
 """Idle workers that serve a scoring stage until their own work returns.
 
-The guest is built and pulls as that stage, so its scores are bit-identical.
+The guest is built and pulls records like that stage's workers, so its scores are bit-identical.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class HostedScoring:
         self._was_tried = False
 
     async def score_while(self, waiting: asyncio.Task[Any]) -> None:
-        """Score until `waiting` is done and the current sample is finished."""
+        """Score samples until the host's wait `waiting` is done, and finish the current sample."""
         service = await self._made()
         if service is None:
             await waiting

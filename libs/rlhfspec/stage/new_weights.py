@@ -27,7 +27,7 @@ async def load_newest(
     deadline_seconds: float,
     clock: Clock,
 ) -> None:
-    """Load the newest version in the worker's thread, retrying until a stop or `deadline_seconds`."""
+    """Pass the newest stored version of `records` to `load` in the worker's thread, retrying until a stop."""
     from rlhfspec.training.weights import newest_kept
 
     def get_and_load() -> WeightsVersionError | None:

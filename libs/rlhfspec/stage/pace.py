@@ -38,7 +38,7 @@ class Beats:
         self._told: object = None
 
     async def next(self, told: object, stopping: asyncio.Event) -> None:
-        """Wait for the next beat or a stop, shorter if `told` (the last report without times) has changed."""
+        """Wait until the next report or a stop; the wait is short if `told`, the state last reported, has changed."""
         seconds, self._told = self._pace.after(told != self._told), told
         waits: list[asyncio.Task[Any]] = [asyncio.create_task(stopping.wait())]
         if seconds > LIVE_BEAT_SECONDS:

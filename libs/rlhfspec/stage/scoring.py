@@ -104,7 +104,7 @@ class TokenScoringService(Service):
 
 
 def _num_together(deliveries: Sequence[Delivery[Sample]]) -> int:
-    """Return the number of first samples to score together: of one step, redelivered ones alone."""
+    """Return how many leading deliveries to score as one batch: of one step, redelivered ones alone."""
     first, num_tokens = deliveries[0], 0
     for place, each in enumerate(deliveries):
         num_tokens += len(each.record.prompt_token_ids) + len(each.record.token_ids)

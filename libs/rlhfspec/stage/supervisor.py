@@ -21,7 +21,7 @@ Tasks = dict[asyncio.Task[None], Service]
 
 
 class Supervisor:
-    """Supervisor of one run until the `final` stages return, a service fails, or all wait for `stall_seconds`."""
+    """Supervisor of services until the `final` stages return, one fails, or all have waited for `stall_seconds`."""
 
     def __init__(
         self,
@@ -136,12 +136,12 @@ def _raise_failure(tasks: Tasks) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return an error as text, with the type of foreign errors."""
+    """Return an error as text, preceded by its type unless it is an RLHFSpecError."""
     return str(error) if isinstance(error, RLHFSpecError) else f"{type(error).__name__}: {error}"
 
 
 def _waits(states: Iterable[WorkerState]) -> list[tuple[str, int, str, float]]:
-    """Return the waits, stages before watchers, the longest first."""
+    """Return (stage, worker, awaited, seconds) of waiting workers, stages before other services, longest first."""
     ordered = sorted(states, key=lambda state: (state.stage not in STAGE_NAMES, -state.since_seconds))
     return [(state.stage, state.worker, _wait(state), state.since_seconds) for state in ordered]
 

@@ -1,4 +1,4 @@
-"""Groups of tasks: run together, end, or finish despite cancellation."""
+"""Helpers to run tasks together, cancel them reliably, or finish despite cancellation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def together(*parts: Coroutine[Any, Any, None]) -> None:
 
 
 async def ended(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel tasks until they end, because redis-py may lose a cancellation (Python 3.11).
+    """Cancel tasks repeatedly until they end, because redis-py may lose a cancellation (Python 3.11).
 
     >>> async def loses_the_first() -> None:
     ...     try:
@@ -52,7 +52,7 @@ async def ended(*tasks: asyncio.Task[Any]) -> None:
 
 
 async def to_the_end(part: Coroutine[Any, Any, None]) -> None:
-    """Await a coroutine to its end, and raise a cancellation afterwards.
+    """Await a coroutine to its end even if cancelled, and raise the cancellation afterwards.
 
     >>> async def main() -> str:
     ...     said = []

@@ -35,7 +35,7 @@ class _Call:
 
 
 class ComputeThread:
-    """Thread of one worker's compute, abandoned if its running call is cancelled."""
+    """Thread of one worker's compute. If its running call is cancelled, later calls use a new thread."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -83,7 +83,7 @@ def _work(jobs: queue.SimpleQueue[_Call | None]) -> None:
 
 
 def _as_exception(error: BaseException) -> Exception:
-    """Wrap an error that a future would refuse or take for a cancellation."""
+    """Return the error, wrapped if a future would refuse it or take it for a cancellation."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration | CancelledError):
         return error
     wrapped = RuntimeError(f"the call raised {error!r}")

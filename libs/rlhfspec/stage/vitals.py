@@ -42,7 +42,7 @@ class WorkerState:
     trouble: str = ""  # what fails and is retried
 
     def without_times(self) -> WorkerState:
-        """Return the state without times, equal until something changes."""
+        """Return the state with times set to 0, equal until something changes."""
         return replace(self, since_seconds=0.0, overdue_seconds=0.0, busy_seconds=0.0)
 
 
@@ -85,7 +85,7 @@ class Worked:
 
 
 class WorkerVitals:
-    """Vital signs of one worker, whose activities may overlap."""
+    """Current activities of one worker, which may overlap."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class WorkerVitals:
 
     @contextmanager
     def working(self, what: str, *, deadline_seconds: float) -> Iterator[Worked]:
-        """Report work, which ends the run with an error if it exceeds the deadline."""
+        """Report work inside the block, which ends the run with an error if it exceeds the deadline."""
         with self._lock:
             now = self._clock.now()
             key = next(self._keys)
@@ -138,7 +138,7 @@ class WorkerVitals:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Report a wait, merging repeated waits for the same thing."""
+        """Report a wait inside the block, merging repeated waits for the same thing."""
         with self._lock:
             key = next(self._keys)
             same = self._idle.what == what
@@ -175,7 +175,7 @@ class WorkerVitals:
             )
 
     def work(self) -> list[str]:
-        """Return what is in progress: parts of activities, or else whole activities."""
+        """Return the texts of activities in progress, or of their parts if any are reported."""
         with self._lock:
             activities = list(self._work.values())
         return [part for activity in activities for part in activity.parts] or [each.what for each in activities]
@@ -199,7 +199,7 @@ class WorkerVitals:
 
 
 class Vitals:
-    """Vital signs of a process's workers; `told` is called after work, `note` at each change."""
+    """Activities of a process's workers; `told` is called after each piece of work, `note` at each change."""
 
     def __init__(
         self, clock: Clock | None = None, *, told: Told | None = None, note: Callable[[str], None] | None = None
@@ -242,5 +242,5 @@ class Vitals:
         return tuple(worker.state() for worker in list(self._workers.values()))
 
     def quiet_seconds(self) -> float:
-        """Return the time since any worker last worked; 0 without workers."""
+        """Return the seconds since any worker last worked; 0 while one works, or without workers."""
         return min((worker.quiet_seconds() for worker in list(self._workers.values())), default=0.0)

@@ -18,7 +18,7 @@ class WorkerPlace(NamedTuple):
 
 
 class SampleProgress(NamedTuple):
-    """Progress of a moving sample, summed over its workers."""
+    """Progress of a moving sample, summed over its generators."""
 
     num_moves: int  # before this one
     weights_versions: tuple[int, ...]  # of each response token
@@ -35,7 +35,7 @@ class SampleProgress(NamedTuple):
 
 
 class Delivered(NamedTuple):
-    """Delivery of a record. `num` counts from 1; `progress` is set if it came from another worker."""
+    """Delivery number `num` (from 1) of a record; `progress` is set if it came from another worker."""
 
     headers: Mapping[str, str]
     num: int = 1
@@ -56,7 +56,7 @@ class Watcher(Protocol):
     def ended(
         self, place: WorkerPlace, record_type: type, id: str, how: How, progress: SampleProgress | None = None
     ) -> None:
-        """Observe the end of a delivery. `progress` is set if the sample moves elsewhere."""
+        """Observe the end of the worker's delivery. `progress` is set if the sample moves elsewhere."""
         ...
 
 

@@ -70,7 +70,7 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
 
 
 def read_spans(run: Path, *, containing: str = "") -> Iterator[Span]:
-    """Yield the spans of all processes, unordered, from complete lines with `containing`."""
+    """Yield the spans of all processes, unordered, from complete lines that contain this text."""
     wanted = containing.encode()
     for path in sorted((run / TRACES).glob("*.jsonl")):
         with path.open("rb") as file:

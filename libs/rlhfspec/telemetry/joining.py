@@ -1,4 +1,4 @@
-"""Merging of a sample's spans from several generators into one sequence of stays and moves.
+"""Merging of a sample's spans into one sequence of stays (times on one generator) and moves.
 
 Clocks differ, killed generators report no end, and a destination has a sample before its source knows.
 """
@@ -15,7 +15,7 @@ WENT_ON = ("kv", "tokens", "lost")  # outcomes of moves that end a stay
 
 
 def joined(spans: Sequence[Span]) -> list[Span]:
-    """Join the stays and moves of one sample; leave other spans unchanged."""
+    """Return the spans of one sample, its stays and moves joined, the others unchanged."""
     chains: dict[int, list[Span]] = {}
     for span in sorted(filter(_is_part, spans), key=lambda span: (span.delivery, span.stay, span.name == "move")):
         chains.setdefault(span.delivery, []).append(replace(span))
@@ -50,7 +50,7 @@ def _deliver_anew(before: Span, after: Span) -> None:
 
 
 def _end_when_published(last: Span, rest: Sequence[Span]) -> None:
-    """End an open last stay when its sample was published."""
+    """End an open last stay at the time when its sample was published."""
     published = [span.sent for span in rest if span.sent is not None]
     if last.is_open and published:
         last.ended = max(last.began, min(published))

@@ -54,7 +54,7 @@ class _Records:
 
 
 class Meters:
-    """Watcher that counts and measures in one event loop. `metrics` may be called from any thread."""
+    """Watcher that counts records and measures times in one event loop. `metrics` may be called from any thread."""
 
     def __init__(self, *, now: Callable[[], float] = time.time) -> None:
         self._now = now
@@ -107,7 +107,7 @@ class Meters:
     # --- other events ------------------------------------------------------------------------------------------------
 
     def worked(self, stage: str, worker: int, what: str, seconds: float) -> None:
-        """Count a piece of work; a callback for `Vitals.told`."""
+        """Count the work `what`, which took `seconds`; a callback for `Vitals.told`."""
         self._work[_labels(WorkerPlace(stage, worker), work=kind_of_work(what))].add(seconds)
 
     def took_weights(self, stage: str, worker: int, way: str, seconds: float) -> None:

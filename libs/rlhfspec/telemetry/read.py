@@ -34,7 +34,7 @@ class Life:
 
     @property
     def seconds_until_scored(self) -> float:
-        """Return the seconds until the sample only waits for the rest of its step."""
+        """Return the seconds until the last score, after which the sample only waits for its step."""
         return max((span.ended for span in self.spans if span.name not in _LAST), default=self.ended) - self.began
 
     @property
@@ -89,7 +89,7 @@ def slowest(run: Path, count: int, *, step: int | None = None) -> list[Life]:
 
 
 def lives(spans: Iterable[Span]) -> list[Life]:
-    """Return one life per sample, from its last run, with the first result of repeated work."""
+    """Return each sample's life in its last run, with only the first result of repeated work."""
     by_sample: dict[str, list[Span]] = {}
     for span in spans:
         by_sample.setdefault(span.sample, []).append(span)

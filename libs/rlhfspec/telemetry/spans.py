@@ -22,8 +22,8 @@ Attribute = str | int | float | bool
 class Span:
     """Work on one sample. Times are Unix seconds.
 
-    `sent`: publication of the record, which waited until `began`. `again`: the result existed already. `delivery`:
-    number of the prompt's delivery; `stay`: number of the generator in it. `is_open`: the stay was not over at
+    `sent`: time when the record was published, to wait until `began`. `again`: the result existed already. `delivery`:
+    number of the prompt's delivery; `stay`: number of the generator within it. `is_open`: the work went on after
     `ended`.
     """
 

@@ -1,4 +1,4 @@
-"""Attributes of a sample's spans. A stay's work is the record's total minus the total at its begin."""
+"""Attributes of a sample's spans. A stay on a generator has the sample's work so far minus that at its begin."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ class Tracer:
             arrived.scored = step.complete
 
     def _end_step(self, purpose: str, report: StepReport | EvaluationReport) -> None:
-        """Report the spans of a step's samples, and drop earlier steps."""
+        """Report the training or evaluation spans of a step's samples, and drop steps up to it."""
         step = self._steps.get((purpose, report.step), _TracedStep())
         for key in [key for key in self._steps if key[0] == purpose and key[1] <= report.step]:
             del self._steps[key]

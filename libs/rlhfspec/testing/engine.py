@@ -1,4 +1,4 @@
-"""Contract of engines. The law (docs/law.md) is checked against the independent `rlhfspec.engine.oracle`."""
+"""Contract of engines. Tokens (docs/law.md) are checked against the independent `rlhfspec.engine.oracle`."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class EngineMaker:
     log_prob_tolerance: ClassVar[float] = 0.0  # above 0 if a row's numbers depend on the other rows
 
     def wanted(self, done: Completion) -> tuple[object, ...]:
-        """Return the expected `bits` of the same sequence in another batch."""
+        """Return the expected `bits`, within the tolerance, of the same sequence in another batch."""
         near = functools.partial(pytest.approx, rel=0.0, abs=self.log_prob_tolerance)
         return done.token_ids, near(done.log_probs), near(done.tempered_log_probs), done.finish_reason
 

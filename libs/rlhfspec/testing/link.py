@@ -30,7 +30,7 @@ class LinkContract:
     """Test suite of a link. Subclasses define `landing`, and `sending` unless `job.choices.links` has an entry."""
 
     def landing(self, **settings: Any) -> Landing:
-        """Return a new destination with `settings` of `make_landing`."""
+        """Return a new destination; `settings` are arguments of `make_landing`."""
         raise NotImplementedError
 
     def sending(self, offer: str, **settings: Any) -> Sending:

@@ -63,7 +63,7 @@ def reserved(
 def in_rounds(
     here: MovableWithKV, there: MovableWithKV, name: str, rng: np.random.Generator, streams: GainStreams
 ) -> list[Completion]:
-    """Send KV in ranges while both engines decode; return the sequences finished meanwhile."""
+    """Move a sequence, its KV in ranges while both engines decode; return the sequences finished meanwhile."""
     mark, done = there.reserve(here.manifest(name)), list[Completion]()
     for _ in range(int(rng.integers(1, 4))):
         for _ in range(int(rng.integers(1, 5))):
@@ -96,7 +96,7 @@ class MovableByTokensContract(EngineMaker):
         return {name: self.wanted(each) for name, each in done.items()}
 
     def begun(self, mode: Any, *, num_steps: int = 4, max_tokens: int = 30) -> tuple[Any, Any]:
-        """Return two engines, the first with sequence 7 running."""
+        """Return two engines, the first with sequence 7 after `num_steps` steps."""
         here, there = self.pair(mode)
         here.submit(request("7", _PROMPT, max_tokens=max_tokens))
         for _ in range(num_steps):

@@ -24,7 +24,7 @@ TENSORS = st.dictionaries(
 
 
 def state(version: int) -> dict[str, torch.Tensor]:
-    """Return tied, transposed, half precision, empty and zero-dimensional tensors."""
+    """Return a version's tied, transposed, half precision, empty and zero-dimensional tensors."""
     weight = torch.arange(6.0).reshape(2, 3) + version
     return {
         "embedding": weight,

@@ -38,7 +38,7 @@ class Command(StrEnum):
 
 
 class Leader:
-    """Learner on rank 0, which runs each method on all ranks."""
+    """Rank 0's wrapper of its learner, which runs each method on all ranks."""
 
     def __init__(self, learner: Learner, ranks: Ranks) -> None:
         self._learner = learner
@@ -65,7 +65,7 @@ class Leader:
         return _written(self._learner, self._ranks, folder)
 
     def send(self, send: Send, told: Told) -> list[list[str]]:
-        """Send the policy from all ranks and return digests by rank. Raise RuntimeError on failure."""
+        """Call `send` with parameters `told` on all ranks. Return digests by rank; raise RuntimeError on failure."""
         self._ranks.command(Command.SEND, told=told.fields())
         return _sent(self._learner, self._ranks, send, told)
 
@@ -133,7 +133,7 @@ def _verified(ranks: Ranks, folder: Path) -> None:
 
 
 def _of_each(ranks: Ranks, folder: Path, work: Callable[[], Any]) -> list[Any]:
-    """Run `work` on all ranks, and raise StorageError on all if one fails."""
+    """Run `work` on all ranks and return the results; raise StorageError on all if one fails."""
     found, problem = None, ""
     try:
         found = work()

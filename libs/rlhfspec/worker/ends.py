@@ -25,7 +25,7 @@ MOVERS = ("generator",)  # roles that may move sequences
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveEndpoint:
-    """Move endpoint of a worker, named by its WorkerInfo's id. Close it after the mover, in the event loop."""
+    """Endpoint of a worker's moves, named by its WorkerInfo's id. Close it after the mover, in the event loop."""
 
     incarnation: str
     control: MoveControl

@@ -88,7 +88,7 @@ class Health:
         self._last_beat = time.monotonic()
 
     async def keep_beating(self) -> None:
-        """Beat until cancelled. The sleeps also read the AwakeClock, as it requires."""
+        """Call `beat` until cancelled. The sleeps also read the clock, as an AwakeClock requires."""
         while True:
             self.beat()
             await self._vitals.clock.sleep(BEAT_SECONDS / 10)
@@ -170,7 +170,7 @@ class _Http(ThreadingHTTPServer):
             self._tell()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore clients that disconnect or send nonsense."""
+        """Ignore clients that disconnect or send invalid requests."""
 
 
 class _Answer(BaseHTTPRequestHandler):

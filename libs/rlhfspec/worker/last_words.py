@@ -31,7 +31,7 @@ log = logging.getLogger("rlhfspec.stage")
 
 
 class Ending:
-    """Context manager that turns exceptions into an exit code and a final message. `file` receives a copy."""
+    """Context manager that turns an exception into an exit code and a last message. `file` gets a copy of both."""
 
     def __init__(self) -> None:
         self.code = exits.DONE
@@ -62,7 +62,7 @@ class Ending:
 
 
 def one_line(error: Exception) -> str:
-    """Return an error as one line, prefixed by its class. All problems of a job are joined.
+    """Return an error as one line, prefixed by its kind if storage or a reward failed. A job's problems are joined.
 
     >>> import errno
     >>> one_line(OSError(errno.ENOSPC, "No space left on device", "/storage/steps.jsonl"))
@@ -84,7 +84,7 @@ def _class(error: BaseException) -> str:
 
 
 def leaves_at_once(when: str) -> None:
-    """Write last words for a requested exit, safe in signal handlers because it takes no logging lock."""
+    """Write `left: {when}` as last log line, without a logging lock so that signal handlers may call it."""
     text = f"left: {when}"
     os.write(
         sys.stderr.fileno(), json.dumps({"level": "info", "message": text, "exit_code": exits.DONE}).encode() + b"\n"
@@ -111,13 +111,13 @@ class ActivityFile:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
 
     def __call__(self, what: str) -> None:
-        """Replace the activity in one system call."""
+        """Overwrite the file with the activity in one system call."""
         with suppress(OSError):  # a full disk must not fail the work
             os.pwrite(self._file, what.encode()[:_ACTIVITY_BYTES].ljust(_ACTIVITY_BYTES), 0)
 
 
 def end_file(path: Path) -> Path:
-    """Return the file beside an `ActivityFile` for the process's `Ending`."""
+    """Return the path beside an `ActivityFile` where the process's `Ending` is written."""
     return path.with_suffix(".end")
 
 

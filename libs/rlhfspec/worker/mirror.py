@@ -44,7 +44,7 @@ log = logging.getLogger("rlhfspec.stage")
 
 
 def mirrored(connections: Connections, stage: str, worker: int, *, follows: bool = False) -> Mirror | None:
-    """Return this process's mirror with its files fetched, or None if the job uses a claim."""
+    """Return this process's mirror with its files fetched, or None if the job uses a claim. `follows`: not rank 0."""
     if connections.storage_uri is None:
         return None
     began = time.monotonic()
@@ -60,7 +60,7 @@ def mirrored(connections: Connections, stage: str, worker: int, *, follows: bool
 
 
 def is_read_by(stage: str, worker: int, name: str) -> bool:
-    """Return whether a stage reads this path of the run folder. Other paths are never removed."""
+    """Return whether a worker reads the file `name` of the run folder. It never removes other files."""
     top = name.partition("/")[0]
     if top == TRACES:
         return name == f"{TRACES}/{stage}-{worker}.jsonl"
@@ -91,7 +91,7 @@ class Mirror:
         return num_bytes
 
     def fetch_inputs(self, job_file: Path) -> int:
-        """Fetch the job's inputs and top-level modules. Stages without torch skip model weights."""
+        """Fetch the job's inputs (without torch no weights) and top-level modules; return the number of bytes."""
         sizes = self.store.sizes(*input_paths(_spec_of(job_file), self.store.base))
         modules = {path: size for path, size in self.store.at_the_top().items() if path.endswith(".py")}
         computes = self._stage in TORCH_ROLES and self._stage != PREPARE
@@ -134,7 +134,7 @@ class Mirror:
 
 
 class Mirroring(Service):
-    """Mirror sender. consumes: run folder; produces: object store; waits for: the next time; unblocked by: time."""
+    """Sender of changes. consumes: run folder; produces: object store; waits for: the next time; unblocked by: time."""
 
     def __init__(self, mirror: Mirror) -> None:
         super().__init__("mirror", 0, Vitals())  # not supervised
@@ -147,7 +147,7 @@ class Mirroring(Service):
 
 
 def _spec_of(job_file: Path) -> Mapping[str, object]:
-    """Return the job's spec, or {} if it is invalid."""
+    """Return the job file's spec, or {} if missing or invalid."""
     try:
         spec = json.loads(job_file.read_bytes())["spec"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -156,7 +156,7 @@ def _spec_of(job_file: Path) -> Mapping[str, object]:
 
 
 def _is_whole(name: str, there: Mapping[str, int]) -> bool:
-    """Return whether a file is outside incomplete checkpoints, which have no manifest.
+    """Return whether a file belongs to no checkpoint, or to a complete one, whose manifest is `there`.
 
     >>> _is_whole("checkpoints/step-00000002/state.json", {"checkpoints/step-00000001/manifest.json": 7})
     False

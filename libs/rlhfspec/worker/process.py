@@ -48,7 +48,7 @@ def main(stage: str) -> NoReturn:
 
 
 def leave_when_asked_to(said: Callable[[], object] = lambda: os.write(2, _LEFT)) -> None:
-    """Exit on SIGTERM or SIGINT until the event loop handles them, also as PID 1 of a container."""
+    """Call `said` and exit on SIGTERM or SIGINT, also as PID 1, until the event loop handles these signals."""
 
     def leave(number: int, frame: object) -> None:
         said()
@@ -156,7 +156,7 @@ def _job_of(stage: str, connections: Connections) -> RLHFJob:
 
 
 def _marked(uid: str) -> None:
-    """Restart a hand-started worker with the run's mark, by which the run's guardians find it."""
+    """Re-execute a hand-started worker with the run's uid in its environment, by which guardians find it."""
     from rlhfspec.messages.servers.guardian import MARK
 
     if os.environ.get(MARK) != uid:

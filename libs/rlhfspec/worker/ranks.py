@@ -43,7 +43,7 @@ class RankSet:
         return self._nodes * self._ranks_per_node
 
     def start(self, module: str, arguments: list[str], gpus: list[str], leader: str, secret: str) -> None:
-        """Fork this node's ranks. `gpus`: one per rank, or empty; `leader`: host:port."""
+        """Fork this node's ranks. `gpus`: one per rank, or empty; `leader`: host:port of rank 0."""
         host, _, port = leader.rpartition(":")
         if "OMP_NUM_THREADS" not in os.environ:
             arguments = [*arguments, "--threads", "1"]  # torchrun's default
@@ -113,7 +113,7 @@ class RankSet:
 
 
 def gpu_of(rank: int, gpus: Sequence[str]) -> list[str]:
-    """Return the argument that selects a rank's GPU of `gpus`."""
+    """Return the arguments that select a rank's GPU of `gpus`, or [] without any."""
     return ["--gpus", gpus[rank % len(gpus)]] if gpus else []
 
 

@@ -1,4 +1,4 @@
-"""Weight stores that also transfer policies by process group, from the trainer to generators."""
+"""Weight stores that also send policies from trainer to generators by process group (NCCL or gloo)."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def travel_by_group(job: RLHFJob) -> bool:
 
 
 def group_sender(connections: Connections, job: RLHFJob, health: Health) -> GroupSender:
-    """Return the trainer's sender. Call it before the server of `health` starts."""
+    """Return the trainer's sender of weights. Call it before the gRPC server of `health` starts."""
     host = health.grpc_address.rpartition(":")[0]
     askers = ("generator",) if connections.credentials else None
     sender = GroupSender(job.metadata.name, host=host, device=device_of(job.spec), askers=askers)
@@ -107,7 +107,7 @@ def receiving(
 
 
 def kept_as(policy: Any) -> Callable[[str], KeptAs]:
-    """Return a function from an engine's dtype to its parameters' dtypes. Buffers have none."""
+    """Return a function from an engine's dtype to a function from parameter names to dtypes (buffers: None)."""
     return partial(_kept_as, policy)
 
 

@@ -140,7 +140,7 @@ class StageWorker:
         return None if folder is None else ActivityFile(folder / f"{self._stage}-{self._worker}")
 
     async def _connect(self, clock: Clock, watcher: Watcher | None, stage: str, worker: int) -> Bus:
-        """Connect with the rights of a stage. Hand-started workers may exceed the job's number."""
+        """Connect with the rights of a stage. A hand-started worker's number may exceed the job's."""
         transport = await connect(
             self._connections, stage, name=f"{stage}-{worker}", clock=clock, patience_seconds=OPENING_SECONDS
         )
@@ -204,7 +204,7 @@ class StageWorker:
         return store
 
     async def _built(self, bus: Bus, context: Context, say: _Saying) -> Service:
-        """Build the service in a thread, with vitals separate from the service's."""
+        """Build the service in a thread, and meanwhile send heartbeats about the loading."""
         vitals = Vitals(context.vitals.clock, note=context.vitals.note)
         deadline = getattr(self._job.spec.roles, self._stage).deadline_seconds
         beating = asyncio.create_task(Heartbeats(bus, vitals).run())
@@ -243,7 +243,7 @@ class StageWorker:
 
 
 def guest_of(job: RLHFJob, host: Context, connect: Connect) -> HostedScoring | None:
-    """Return the scoring that this worker helps with while idle, or None."""
+    """Return the scoring service that this worker runs while idle, or None."""
     running = workers_of(job)
     stage = next((stage for stage in GUESTS.get(host.bus.stage.name, ()) if stage in running), None)
     if stage is None or "rebalancer" not in running:
@@ -274,7 +274,7 @@ async def _make(job: RLHFJob, stage: str, worker: int, host: Context, connect: C
 
 
 def host_told(environment: Mapping[str, str]) -> str:
-    """Return the address to listen at, after binding to it once.
+    """Return the address to listen at, after binding to it once as a check.
 
     >>> host_told({_HOST: "300.1.2.3"})  # doctest: +ELLIPSIS
     Traceback (most recent call last):

@@ -25,10 +25,10 @@ READERS = ("generator", "critic")
 
 
 class WorkerWeights:
-    """WeightStore of the configured kind, which finds its peers by WorkerInfo."""
+    """WeightStore of the configured kind, which finds its peers by WorkerInfo records."""
 
     def __init__(self, connections: Connections, job: RLHFJob, bus: StageBus, health: Health) -> None:
-        """Create it before the gRPC server of `health` starts."""
+        """Create it before the gRPC server of `health` starts, which may serve it."""
         self._stage = bus.stage.name
         self._connections = connections
         self._keep = kept_versions(job, self._stage)

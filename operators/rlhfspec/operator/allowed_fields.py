@@ -36,7 +36,7 @@ CODE_FIELDS = tuple(
 class Allowed(BaseModel):
     """Fields that a job may set in its pods: `PATH` with everything below it, or `PATH=VALUE` with wildcards `*`.
 
-    Paths have no list indices, and name init containers like containers.
+    Paths have no list indices, and `spec.containers` covers init containers too.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -55,7 +55,7 @@ class Lease:
 
     @property
     def was_seen(self) -> bool:
-        """Return whether the API server has answered once."""
+        """Return whether the Lease was read or written once."""
         return bool(self._seen[0]) or self.is_held
 
     async def run(self) -> None:
@@ -81,7 +81,7 @@ class Lease:
             LOG.warning("the Lease %s cannot be reached: %s %s", self._name, type(error).__name__, error)
 
     async def _renew(self, began: float) -> None:
-        """Write the Lease, after reading it unless the last write succeeded."""
+        """Write the Lease, valid from `began`, after reading it unless the last write succeeded."""
         last, self._ours = self._ours, None
         if last is None:
             answer = await self._api.lease("GET", self._namespace, self._name)

@@ -88,7 +88,7 @@ class OperatorFile(SettingsPart):
 
     @property
     def namespaces(self) -> tuple[str, ...]:
-        """Return the watched namespaces, none if a label selects them."""
+        """Return the watched namespaces, or () if a label selects them."""
         return () if self.scope == "cluster" else self.job_namespaces or (self.namespace,)
 
 

@@ -17,7 +17,7 @@ _CLOSE_SECONDS = 2.0
 
 
 def health_app(metrics: Metrics, problem: Callable[[], str]) -> web.Application:
-    """Return the app of `/healthz`, `/metrics` and `/readyz`, which fails with the text of `problem`."""
+    """Return the app of `/healthz`, `/metrics` and `/readyz`, which answers 503 with the text of `problem`, if any."""
 
     async def healthz(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")
@@ -34,7 +34,7 @@ def health_app(metrics: Metrics, problem: Callable[[], str]) -> web.Application:
 
 
 def tls_of(folder: Path) -> ssl.SSLContext:
-    """Return a server context with the certificate in a folder."""
+    """Return a TLS server context with the certificate and key in a folder."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(folder / _CERTIFICATE, folder / KEY)
@@ -46,7 +46,7 @@ def tls_of(folder: Path) -> ssl.SSLContext:
 
 @asynccontextmanager
 async def served(app: web.Application, host: str, port: int, tls: ssl.SSLContext | None = None) -> AsyncIterator[int]:
-    """Serve an app and yield its port."""
+    """Serve an app inside the block and yield its port."""
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=_CLOSE_SECONDS)
     await runner.setup()
     try:

@@ -55,7 +55,7 @@ def drain(
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[str]:
-    """Evict pods, wait until they left, and yield the progress."""
+    """Evict pods, wait until they left, and yield lines of progress."""
     waited_for = {}
     for pod in pods:
         cluster.evict(name_of(pod))

@@ -93,7 +93,7 @@ class Cluster:
         self._asked(f"eviction of {name}", self._api.evict(self.namespace, name))
 
     def warnings(self, names_: set[str]) -> list[Json]:
-        """Return warnings about objects of these names, newest last."""
+        """Return warning events about objects of these names, newest last."""
         events = self._list("events", "v1", "Event", fields="type=Warning")
         mine = [event for event in events if event["involvedObject"].get("name") in names_]
         return sorted(mine, key=lambda event: event.get("lastTimestamp") or event.get("eventTime") or "")
@@ -128,7 +128,7 @@ class Cluster:
         return self.kubectl("exec", "-it", self._control(job), "-c", names.CONTAINER, "--", *_SHOW, "--view")
 
     def ask_control(self, job: str, *options: str) -> Any:
-        """Return the JSON output of `rlhfspec.control.show`."""
+        """Return the parsed JSON output of `rlhfspec.control.show` in the control pod."""
         command = self.exec(self._control(job), *_SHOW, *options)
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_EXEC_SECONDS)

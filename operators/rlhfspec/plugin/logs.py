@@ -80,7 +80,7 @@ def lines(
     tail: int | None = None,
     trace: Iterable[Line] = (),
 ) -> Iterator[Line]:
-    """Yield the lines of existing pods, ordered by time."""
+    """Yield log lines of existing pods and of `trace`, ordered by time."""
     logs = [_of_pod(cluster, name_of(pod), worker_of(pod), tail) for pod in cluster.pods(job, role) if _has_log(pod)]
     traced = sorted(line for line in trace if role is None or line.worker.rpartition("-")[0] == role)
     for line in heapq.merge(*logs, traced):
@@ -89,7 +89,7 @@ def lines(
 
 
 def trace_of(cluster: Cluster, job: str, sample: str) -> tuple[list[Line], str]:
-    """Return a sample's trace as lines, or why there is none."""
+    """Return a sample's trace as lines, and a text why there is none."""
     try:
         return [Line(**each) for each in cluster.ask_control(job, "--sample", sample)], ""
     except RLHFSpecError as error:

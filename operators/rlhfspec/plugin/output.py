@@ -17,7 +17,7 @@ from rlhfspec.runs.view.text import visible
 
 
 def shown(text: str) -> str:
-    r"""Return text without control characters; line ends stay and tabs are expanded.
+    r"""Return text with control characters shown as symbols; line ends stay and tabs are expanded.
 
     >>> shown("a\tb\r\nc\x07")
     'a       b\\nc␇'

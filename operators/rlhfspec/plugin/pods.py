@@ -92,7 +92,7 @@ def condition_of(job: Json, kind: str) -> Json:
 
 
 def age(since: str | None, now: datetime | None = None) -> str:
-    """Return the time since a timestamp.
+    """Return the time since a timestamp as text.
 
     >>> age("2026-01-01T00:00:00Z", datetime(2026, 1, 1, 3, 4, tzinfo=UTC))
     '3h4m'

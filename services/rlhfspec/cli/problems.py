@@ -21,7 +21,7 @@ LIMITS = {
 
 @contextmanager
 def exit_on_problems() -> Iterator[None]:
-    """Turn errors of input and of the disk into a message and an exit code."""
+    """Print an error of input, disk or memory, and exit with its code."""
     try:
         yield
     except InvalidRequest as error:

@@ -50,7 +50,7 @@ def name_of_last() -> str:
 
 
 def leave_at_once(message: str) -> NoReturn:
-    """Restore the terminal and exit without unwinding."""
+    """Restore the terminal, print the message and exit without unwinding."""
     if os.isatty(sys.stderr.fileno()):
         os.write(sys.stderr.fileno(), SHOW_CURSOR)
     os.write(sys.stderr.fileno(), f"\n{message}\n".encode())

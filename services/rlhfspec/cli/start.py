@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """Exit without unwinding, because that would abort the process during a computation."""
+    """Exit without unwinding the stack, which would abort the process during a computation."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

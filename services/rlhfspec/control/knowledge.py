@@ -80,7 +80,7 @@ class RunKnowledge:
             self._failing[key] = Failing(beat.trouble, self._clock.now())
 
     def ready(self, info: WorkerInfo) -> None:
-        """Record a ready worker. Only heartbeats make it present, as the broker replays old records."""
+        """Record a worker's info. Only heartbeats make the worker present, because the broker replays old records."""
         key = (info.stage, info.worker)
         if info.stage in STAGE_NAMES:
             self._infos[key] = info
@@ -143,7 +143,7 @@ class RunKnowledge:
         )
 
     def _tokens_per_second(self, last: StepMetrics | None) -> float | None:
-        """Return the speed of the last step, or of the running generators before the first one."""
+        """Return the tokens per second of the last step, or of the running generators before the first step."""
         if last is not None:
             return last.tokens_per_second
         loads = [each.load for each in self.known.run.generators if each.load and self._is_there(each)]
@@ -151,7 +151,7 @@ class RunKnowledge:
         return sum(running) if running else None
 
     def troubles(self) -> list[TroubleEvidence]:
-        """Return current troubles. Silence counts only once the broker has answered for a while."""
+        """Return current troubles. Workers' silence counts only once the broker has answered for a while."""
         troubles = undeliverable(self._letters)
         if self._is_broker_away():
             since = self._answered_today.strftime("%H:%M:%SZ")

@@ -125,14 +125,14 @@ def last_checkpoint(folder: RunFolder) -> int:
 
 
 def view_of(job: RLHFJob, console: Console, *, shown: bool) -> View:
-    """Return a view that is on or off by `shown` instead of the job's setting."""
+    """Return a view of the job, on if `shown` and else off, whatever the job sets."""
     observability = job.spec.observability.model_copy(update={"view": "auto" if shown else "off"})
     spec = job.spec.model_copy(update={"observability": observability})
     return View(job.model_copy(update={"spec": spec}), console, on_interrupt="end this view; the job goes on")
 
 
 class BrokerWatch(Service):
-    """Pinger of the broker. consumes, produces: nothing; waits for: its next ping; unblocked by: time."""
+    """Pinger of the broker. consumes: nothing; produces: nothing; waits for: its next ping; unblocked by: time."""
 
     def __init__(self, vitals: Vitals, transport: NatsTransport, bus: Bus, knowledge: RunKnowledge) -> None:
         super().__init__("broker", 0, vitals)

@@ -71,7 +71,7 @@ def news(report: Report) -> tuple[object, ...]:
 
 
 class Turn:
-    """Schedule of reports, with randomized retries.
+    """Schedule of reports: soon with news, else seldom, with randomized retries.
 
     >>> turn, quiet = Turn(random.Random(0)), Report(run="3f2a")
     >>> turn.is_due(quiet, now=0.0)

@@ -54,7 +54,7 @@ log = logging.getLogger("rlhfspec.stage")
 
 
 class Control:
-    """Control of a run. `run` returns only on SIGTERM or SIGINT."""
+    """Control process of a run. `run` returns only on SIGTERM or SIGINT."""
 
     def __init__(self, connections: Connections, job: RLHFJob, token_file: Path, mirror: Mirror | None = None) -> None:
         self._connections, self._job, self._token_file = connections, job, token_file
@@ -147,7 +147,7 @@ class Control:
         await together(asking.run(), open_and_look())
 
     async def _until_open(self, service: Service, transport: NatsTransport, bus: Bus) -> bool:
-        """Wait until the run is open; return False if stopped first."""
+        """Wait until the operator has made the run's streams; return False if stopped first."""
         clock = self._vitals.clock
         tell_at = clock.now() + OPENED_SECONDS
         while not service.stopping.is_set():

@@ -56,7 +56,7 @@ def failing(known: Mapping[tuple[str, int], Failing], now: float) -> list[Troubl
 def stalled(
     workers: Sequence[ProcessState], states: Sequence[WorkerState], *, quiet_seconds: float, stall_seconds: float
 ) -> list[TroubleEvidence]:
-    """Return a trouble if workers are silent or overdue, or if all wait too long."""
+    """Return at most one trouble: some workers are silent or overdue, or all wait longer than `stall_seconds`."""
     late = [state for state in states if is_overdue(state)]
     told = [
         f"{state.stage} {state.worker}: {state.what} takes longer than its deadline of "

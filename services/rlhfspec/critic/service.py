@@ -29,7 +29,7 @@ class CriticService(TokenScoringService):
         return self._scorer.version
 
     async def prepare(self, sample: Sample) -> bool:
-        """Wait for the critic of the sample's step, which is published before its policy."""
+        """Wait for the critic weights of the sample's step, published before the policy's; return False if stopped."""
         self._inbox = self._inbox or await self._bus.subscribe(Weights)
         wanted = sample.step - 1 - self._staleness
         while not self.stopping.is_set():

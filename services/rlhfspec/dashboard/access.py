@@ -120,7 +120,7 @@ class ClusterAccess:
 
 
 def token_of(headers: Mapping[str, str], cookie: str) -> str:
-    """Return the request's token, or "". A proxy's header precedes the cookie."""
+    """Return the token in the bearer header, else in the cookie, or "" without any."""
     kind, _, given = headers.get("Authorization", "").partition(" ")
     token = given.strip() if kind.lower() == "bearer" else cookie
     return token if is_token(token) else ""

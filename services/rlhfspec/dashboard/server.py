@@ -176,7 +176,7 @@ class Dashboard:
         return _plain(200, "ok")
 
     def _answer(self, request: web.Request, body: bytes, kind: str) -> web.Response:
-        """Return a response with an ETag, or 304 if the browser has the body."""
+        """Return the body, of content type `kind`, with an ETag, or 304 if the browser has it."""
         tag = f'"{hashlib.sha256(body).hexdigest()[:20]}"'
         headers = {"ETag": tag, "Cache-Control": "private, no-cache", "Vary": "Cookie, Authorization"}
         if request.headers.get("If-None-Match") == tag:
@@ -285,7 +285,7 @@ class Dashboard:
     async def _stream(
         self, request: web.Request, events: EventStream, reader: Reader, still: Callable[[], Awaitable[object]]
     ) -> web.StreamResponse:
-        """Stream events until the browser leaves or loses access, which is checked at every heartbeat."""
+        """Stream events until the browser leaves, or `still`, called at every heartbeat, finds access lost."""
         response = web.StreamResponse(
             headers={
                 **HEADERS,
@@ -307,7 +307,7 @@ class Dashboard:
     async def _write_on(
         self, response: web.StreamResponse, reader: Reader, still: Callable[[], Awaitable[object]]
     ) -> None:
-        """Write events, and heartbeats even if events never pause."""
+        """Write events, and heartbeats after calling `still`, even if events never pause."""
         loop = asyncio.get_running_loop()
         data, beat_at = b"retry: 1000\n\n", loop.time() + KEEP_ALIVE_SECONDS
         while not reader.is_cut.is_set():

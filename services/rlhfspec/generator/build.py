@@ -33,7 +33,7 @@ def build(job: RLHFJob, context: GeneratorContext) -> GeneratorService:
 
 
 def follow(job: RLHFJob) -> None:
-    """Serve a non-zero rank's part of the model until rank 0 stops."""
+    """Run a non-zero rank, with its part of the model, until rank 0 stops."""
     from rlhfspec.engine import from_job
 
     for number in (signal.SIGINT, signal.SIGTERM):

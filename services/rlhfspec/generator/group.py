@@ -33,7 +33,7 @@ log = logging.getLogger("rlhfspec.stage")
 
 @contextmanager
 def led(job: RLHFJob) -> Iterator[Ranks | None]:
-    """Start the other ranks and yield rank 0, or None for a single process."""
+    """Start the generator's other ranks and yield rank 0, or None for a single process."""
     count = job.spec.num_processes("generator")
     if count == 1:
         yield None
@@ -57,7 +57,7 @@ def led(job: RLHFJob) -> Iterator[Ranks | None]:
 
 @contextmanager
 def joined_by(job: RLHFJob) -> Iterator[Ranks]:
-    """Join the group named by the environment."""
+    """Join the group named by the environment, and yield this rank."""
     from rlhfspec.common.ranks.meeting import joined
     from rlhfspec.huggingface.devices import device_of
 
@@ -91,7 +91,7 @@ def refuse_shared(places: Sequence[tuple[str, str | None]]) -> None:
 
 
 def _keep(rank: int, environment: dict[str, str], leaving: Event) -> None:
-    """Run a rank in a subprocess; if it ends early, end this process in the same way."""
+    """Run a rank in a subprocess; if it ends before `leaving` is set, end this process in the same way."""
     told = os.environ | environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     told.setdefault(STARTED, "generator")
     other = subprocess.Popen([sys.executable, "-m", "rlhfspec.generator", *sys.argv[1:]], env=told)

@@ -26,7 +26,7 @@ _MOST_BYTES = 1 << 30  # larger drafters are not shared
 
 
 class LearntSharing:
-    """Exchange of a generator's learnt drafter. The engine's thread calls `take`, the event loop all else."""
+    """Exchange of learnt drafters with other generators. The engine's thread calls `take`, the event loop all else."""
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ Experts = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class LoadMeter:
-    """Meter of the engine's steps. A new `incarnation` invalidates earlier records."""
+    """Meter of the engine's steps for Load records. A new `incarnation` invalidates earlier ones."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class LoadMeter:
         return self._curve.prefill_seconds
 
     def load(self) -> Load | None:
-        """Return the load if due: periodically, and when the engine runs out of work."""
+        """Return the load if due (periodically, and when the engine runs out of work), else None."""
         if not self._is_due(self._last) or not self._strategies:
             return None
         return self._record(self._strategies.most_common(1)[0][0])
@@ -87,7 +87,7 @@ class LoadMeter:
         return self._record("")
 
     def idle(self) -> Load | None:
-        """Return an idle engine's load if due, so that others can move work here."""
+        """Return an idle engine's load if due, so that others can move work here, else None."""
         if self._engine.has_work or self._now() - self._last < IDLE_EVERY_SECONDS:
             return None
         return self._record("")
@@ -131,7 +131,7 @@ class LoadMeter:
         return record
 
     def experts(self) -> Experts:
-        """Return the number of tokens routed to each expert since the last report, or () if none is due."""
+        """Return the number of tokens routed to each expert since the last report, or () if no report is due."""
         if not self._is_due(self._experts_said):
             return ()
         self._experts_said = self._now()

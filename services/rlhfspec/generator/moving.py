@@ -53,7 +53,7 @@ class MovedPrompt:
 
 
 class PromptCustody:
-    """Custody of the prompts and leases of running samples while these move."""
+    """Owner of running samples' prompts and leases, which hands them over in moves."""
 
     def __init__(self, state: GeneratorState, inbox: Inbox[Prompt], meter: LoadMeter) -> None:
         self._state = state
@@ -113,7 +113,7 @@ class OwnMoves:
                 task.result()
 
     async def leave(self) -> None:
-        """Move running samples to peers while there is time. Leaving or silent peers are tried once."""
+        """Move running samples to peers within a time limit. Leaving or silent peers are tried once."""
         await self.mover.refuse()
         with suppress(TimeoutError):
             async with asyncio.timeout(_LEAVE_SECONDS):

@@ -139,7 +139,7 @@ class GeneratorService(Service):
         return finished
 
     def _burst(self) -> list[Completion]:
-        """Run engine steps until a sample completes, news arrives or BURST_SECONDS are over."""
+        """Run the engine until a sample completes, news arrives or BURST_SECONDS are over; return completions."""
         end = time.monotonic() + BURST_SECONDS
         finished: list[Completion] = []
         self._calls.run()
@@ -155,7 +155,7 @@ class GeneratorService(Service):
         return finished
 
     async def _hand_out(self, finished: Sequence[Completion]) -> None:
-        """Publish completions while the engine continues, one burst at a time."""
+        """Publish a burst's completions while the engine continues, after those of the previous burst."""
         await self._published()
         made = [self._made(completion) for completion in finished]
         self._publishing = asyncio.create_task(self._publish(self._meter.load(), made))
@@ -241,7 +241,7 @@ class GeneratorService(Service):
         return self._moves.mover.moving if self._moves is not None else frozenset()
 
     async def _leave(self) -> None:
-        """Move running samples away, return the rest, and share the last learnt drafter."""
+        """Move running samples to other generators, return other prompts, and share the last learnt drafter."""
         num_running = len(self.state.running)
         if self._moves is not None:
             with self.vitals.working("handing over what runs", deadline_seconds=self._deadline):

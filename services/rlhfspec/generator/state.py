@@ -74,7 +74,7 @@ class GeneratorState:
         self._set_room(stats.room + self._prefetch - stats.num_waiting - len(self.queued))
 
     def take_ready(self, version: int, moving: Collection[str]) -> list[Delivery[Prompt]]:
-        """Take queued prompts that weights `version` may sample. Moving samples stay queued."""
+        """Remove and return queued prompts that weights `version` may sample, except those in `moving`."""
         ready: list[Delivery[Prompt]] = []
         waiting: deque[Delivery[Prompt]] = deque()
         for delivery in self.queued:

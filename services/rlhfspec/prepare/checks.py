@@ -72,7 +72,7 @@ def check_without_code(job: RLHFJob) -> None:
 
 
 def _check_settings(job: RLHFJob, *, with_training: bool = True) -> None:
-    """Check packages, and with torch any unusual optimizer or schedule."""
+    """Check packages, and with torch the settings of unusual optimizers and schedules."""
     from rlhfspec.runs.folder.trackers import check_packages
 
     check_packages(job)

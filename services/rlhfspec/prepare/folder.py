@@ -101,7 +101,7 @@ def _refuse_where_another_writes(folder: RunFolder) -> None:
 
 @contextmanager
 def _needs_room(base: Path) -> Iterator[None]:
-    """Report any failure on a full volume as lack of space."""
+    """Raise StorageError for a full volume, also in place of errors in the block."""
     _refuse_full(base)
     try:
         yield

@@ -16,7 +16,7 @@ OLDER = "*.bin"  # only older models have no safetensors instead
 
 
 def with_hub_models(job: RLHFJob, report: Callable[[str], None]) -> RLHFJob:
-    """Return the job with local folders for hub ids. Raise InvalidRequest or, without the hub, StorageError."""
+    """Return the job with local folders for hub ids. Raise InvalidRequest, or StorageError if the hub is absent."""
     model, rewards = job.spec.model, job.spec.rewards
     folders = {
         name: _fetched(path, f"spec.model.{name}", report)

@@ -12,7 +12,7 @@ LAST_SENT = "tokenizer_config.json"  # last file stored of a made model, so it i
 
 
 def fetch_made(job: RLHFJob, store: ObjectStore) -> None:
-    """Fetch from the store the models that earlier jobs made."""
+    """Fetch the job's models from the store, if earlier jobs made them."""
     from rlhfspec.tiny.paths import model_folder
 
     for path in named_models(job.spec.model).values():

@@ -32,7 +32,7 @@ class PromptLengths:
             self._sum -= self._means.popitem(last=False)[1]
 
     def work(self, prompt: tuple[int, ...]) -> float:
-        """Return the work in tokens. Unseen prompts are assumed to have a response of average length."""
+        """Return the expected tokens of prompt and response; unseen prompts get a response of average length."""
         usual = self._sum / len(self._means) if self._means else 0.0
         return len(prompt) + self._means.get(hash(prompt), usual)
 

@@ -104,7 +104,7 @@ class PromptsService(Service):
 
 
 def prompts_of(job: RLHFJob, prompts: Prompts, step: int, round: int, count: int | None) -> list[Prompt]:
-    """Return the prompts of a step or of one of its demands, with replicas adjacent."""
+    """Return the prompts of a step (`round` 0) or of its demand `round` for `count` prompts, replicas adjacent."""
     name, training = job.metadata.name, job.spec.training
     version = max(step - 1 - training.max_staleness, 0)
     ids = [

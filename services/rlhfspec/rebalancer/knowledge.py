@@ -60,7 +60,7 @@ class Advice:
 
 
 class StageWork:
-    """Samples of a step still to generate. `rows`: concurrent samples per generator."""
+    """Estimate of a step's samples still to generate. `rows`: concurrent samples per generator."""
 
     def __init__(self, *, samples_per_step: int, max_tokens: int, rows: int) -> None:
         self.step = 0
@@ -98,7 +98,7 @@ class StageWork:
 
 
 class FleetKnowledge:
-    """State of the fleet. `work` and `elastic` are set if the number of generators varies."""
+    """State of all generators. `work` and `elastic` are set if the number of generators varies."""
 
     def __init__(
         self,
@@ -268,7 +268,7 @@ class FleetKnowledge:
     def _curves(
         self, loads: list[Load], curves: dict[int, LearnedCurve], unknown: tuple[Floats, Floats] | None = None
     ) -> tuple[Floats, Floats]:
-        """Return each generator's cost curve, or the fleet's where it is unknown."""
+        """Return each generator's step costs (seconds per step, per sequence), the fleet's if unknown."""
         told = [
             (load.step_seconds, load.sequence_seconds) for load in loads if load.step_seconds + load.sequence_seconds
         ]

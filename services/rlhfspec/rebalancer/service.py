@@ -54,7 +54,7 @@ class RebalancerService(Service):
                     await self._plan()
 
     async def _hear(self, loads: Inbox[Load], all_moved: Inbox[Moved], samples: Inbox[Sample]) -> bool:
-        """Record pending signals and return whether there were any."""
+        """Record pending loads, move outcomes and samples, and return whether there were any."""
         with self.vitals.waiting(f"generators to say what they have; {self.knowledge.num_moves} moves so far"):
             arrived = await self.unless_stopped(loads.pull(max_records=_AT_ONCE, timeout_seconds=self._interval))
         now = self._bus.clock.now()

@@ -32,7 +32,7 @@ def build(job: RLHFJob, context: Context) -> ReferenceService:
 
 
 def _dtype(spec: Spec) -> str:
-    """Return the trainer's precision, so that the KL contains no rounding difference."""
+    """Return the trainer's dtype, so that the KL contains no rounding difference."""
     if spec.training.autocast == "bfloat16":
         return "bfloat16"
     return spec.generation.dtype if spec.training.exact_on_policy else spec.model.dtype

@@ -36,7 +36,7 @@ class Process(Protocol):
 
 
 class Starter(Protocol):
-    """Starter of `python ARGUMENTS` with STARTED=name in its environment; output is appended to `log`."""
+    """Launcher of `python ARGUMENTS` with STARTED=name in its environment; output is appended to `log`."""
 
     @property
     def environment(self) -> Mapping[str, str]: ...
@@ -44,7 +44,7 @@ class Starter(Protocol):
     async def start(self, name: str, arguments: Sequence[str], log: Path) -> Process: ...
 
     async def begin(self) -> bool:
-        """Start the starter's own process, if it has one; return False if it is running."""
+        """Start the launcher's own process, if it has one; return False if that runs already."""
 
 
 class Child:
@@ -157,7 +157,7 @@ class Child:
         return f" while {what}" if what else ""
 
     def _lines(self, start: int) -> list[dict[str, Any]]:
-        """Return complete log lines from `start`. Lines in other formats count as messages."""
+        """Return complete log lines from byte `start` on. Lines in other formats count as messages."""
         with suppress(OSError), self._log.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(start, size - _MOST_BYTES))

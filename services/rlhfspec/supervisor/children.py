@@ -167,7 +167,7 @@ class Children(Service):
             await self._release(stage)
 
     async def _release(self, stage: str) -> None:
-        """Hand back the dead worker's deliveries at once, instead of after the ack wait."""
+        """Redeliver the dead worker's messages at once, instead of after the ack wait."""
         try:
             await self._bus.release(stage)
         except RLHFSpecError as error:
@@ -287,7 +287,7 @@ def joined(known: KnownRun, info: WorkerInfo) -> bool:
 
 
 def gone(known: KnownRun) -> list[str]:
-    """Return, once each, the hand-started workers that left or are silent."""
+    """Return, once each, the names of hand-started workers that left or are silent."""
     now = known.clock.now()
     left = [each for each in known.run.there if each.is_by_hand and (each.has_stopped or each.is_silent(now))]
     known.tell(*(replace(each.process, phase="left") for each in left if each.process is not None))

@@ -13,7 +13,7 @@ Dealt = dict[tuple[str, int], list[str]]  # (stage, worker) -> the GPUs of its p
 
 
 def deal(job: RLHFJob, gpus: Sequence[str]) -> Dealt:
-    """Assign GPUs to processes unless the job does. Raise InvalidRequest if there are too few and sharing is off."""
+    """Return each process's GPUs, {} if the job assigns them. Raise InvalidRequest for too few without sharing."""
     spec = job.spec
     if not gpus or spec.device not in ("auto", "cuda") or spec.training.exact_on_policy:
         return {}

@@ -200,7 +200,7 @@ def _become(request: dict[str, Any], supervisor: int, replies: int) -> NoReturn:
 
 
 def _rename(name: str) -> None:
-    """Write the name into the environment block, so that /proc shows it."""
+    """Write the process name into the environment block, so that /proc shows it."""
     libc = ctypes.CDLL(None)
     libc.getenv.restype = ctypes.c_void_p
     place = libc.getenv(STARTED.encode())

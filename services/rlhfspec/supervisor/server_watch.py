@@ -28,7 +28,7 @@ _STEADY_SECONDS = 10.0  # uptime that resets a server's restarts
 
 
 class ServerWatch(Service):
-    """Watch over servers until no process needs them. Raises ServerFailed, or StorageError on a full disk."""
+    """Service that keeps servers running while needed. Raises ServerFailed, or StorageError on a full disk."""
 
     def __init__(
         self,

@@ -128,7 +128,7 @@ def prompts(count: int, *, seed: int, shortest: int = 24, longest: int = 96) -> 
 
 
 def beginnings(documents: Iterator[str], count: int, seed: int, shortest: int, longest: int) -> list[list[int]]:
-    """Return document beginnings of varying length with BOS."""
+    """Return beginnings of `count` documents, cut between `shortest` and `longest` characters, with BOS."""
     rng = random.Random(seed)
     chosen: list[list[int]] = []
     for document in documents:

@@ -46,7 +46,7 @@ class TinyModels:
 
 
 def ensure(*names: str, report: Report = print) -> TinyModels:
-    """Make the missing models of `names` (default: all) and return all folders."""
+    """Make the missing models of `names` (default: all) and return the folders of all models."""
     for name in names or tuple(RECIPES):
         ensure_recipe(RECIPES[name], report)
     folders = {name.replace("-", "_"): cache_folder() / recipe.folder_name for name, recipe in RECIPES.items()}
@@ -65,7 +65,7 @@ def ensure_recipe(recipe: Recipe, report: Report = print) -> Path:
 
 
 def widened(model: LlamaForCausalLM, intermediate_size: int, *, seed: int) -> LlamaForCausalLM:
-    """Return the same function with wider FFNs: random gate and up columns, zero down columns.
+    """Return a model of the same function with wider FFNs: random gate and up columns, zero down columns.
 
     Logits differ only by summation order, and are equal if columns are summed in ascending order.
     """
@@ -88,7 +88,7 @@ def widened(model: LlamaForCausalLM, intermediate_size: int, *, seed: int) -> Ll
 
 
 def perturbed(model: AnyModule, scale: float, *, seed: int = 0) -> AnyModule:
-    """Return a copy with noise of `scale` standard deviations on weight matrices."""
+    """Return a copy with noise on weight matrices, `scale` times the standard deviation of each matrix."""
     generator = torch.Generator().manual_seed(seed)
     changed = copy.deepcopy(model)
     with torch.no_grad():

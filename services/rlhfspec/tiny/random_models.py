@@ -60,7 +60,7 @@ def random_model(
     num_layers: int = SHAPE["num_hidden_layers"],
     head_dim: int | None = None,
 ) -> PreTrainedModel:
-    """Return a float32 model in evaluation mode, with logits of standard deviation about 3."""
+    """Return a float32 model of this kind, in evaluation mode, with logits of standard deviation about 3."""
     config = CONFIGS[kind]()
     config.vocab_size = vocab_size
     if head_dim is not None:

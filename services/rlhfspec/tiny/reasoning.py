@@ -35,7 +35,7 @@ def check(path: str) -> None:
 
 
 def ensure(path: str) -> Path:
-    """Write the rows to a JSONL file in the cache and return its path."""
+    """Write the rows of the tasks to a JSONL file in the cache and return its path."""
     rows = [row for task, shown, dataset in _datasets(path) for row in _rows(task, shown, dataset)]
     text = "".join(f"{json.dumps(row)}\n" for row in rows)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -18,7 +18,7 @@ from rlhfspec.tiny.tokenizer import VOCAB_SIZE
 class Recipe:
     """Byte-level Llama and its training.
 
-    `batch_shapes`: (sequences, tokens per sequence), in turn. `widened_from_intermediate`: FFN width before
+    `batch_shapes`: (sequences, tokens per sequence), used in turn. `widened_from_intermediate`: FFN width before
     widening.
     """
 
@@ -38,7 +38,7 @@ class Recipe:
 
     @property
     def folder_name(self) -> str:
-        """Return a name that changes with any field and the corpus."""
+        """Return the cache folder's name, which changes with any field and the corpus."""
         fields = asdict(self)
         fields.pop("task")  # implied by its text
         text_of = {"english": corpus.documents, "library": library.documents, "sums": sums.lesson_texts}

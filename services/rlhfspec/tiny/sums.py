@@ -27,7 +27,7 @@ _STEP = re.compile(r"\b(\d)\+(\d)(?:\+(1))?=(\d{1,2}) keep (\d)\d* carry ([01])\
 
 
 def worked(left: str, right: str, slips: random.Random | None = None) -> str:
-    """Return all steps and the answer. With `slips`, steps may be off by one."""
+    """Return a sum's worked steps and answer. With `slips` (random numbers), some steps are off by one."""
     carry, digits, parts = 0, "", []
     for place in reversed(range(len(left))):
         one, other = left[place], right[place]
@@ -52,7 +52,7 @@ def answer(left: str, right: str) -> str:
 
 
 def rows(count: int, seed: int, *, without: Sequence[Mapping[str, str]] = ()) -> list[dict[str, str]]:
-    """Return rows with `prompt` and `answer`, except prompts of `without`."""
+    """Return `count` rows with `prompt` and `answer`, except prompts of `without`."""
     rng, known = random.Random(seed), {row["prompt"] for row in without}
     pairs = iter(lambda: _pair(rng, rng.choices(NUM_DIGITS, TASK_WEIGHTS)[0]), None)
     found = ({"prompt": f"{left}+{right}=", "answer": answer(left, right)} for left, right in pairs)

@@ -39,7 +39,7 @@ def build(recipe: Recipe, *, seed: int) -> LlamaForCausalLM:
 
 
 def train(recipe: Recipe, report: Report) -> LlamaForCausalLM:
-    """Return a trained model with weights exact in bfloat16, reproducible on one machine."""
+    """Train a float32 model whose final weights bfloat16 represents exactly, reproducible on one machine."""
     model = build(recipe, seed=recipe.seed)
     batches = _lessons(recipe) if recipe.task == "sums" else _windows(recipe)
     optimizers = _optimizers(model, recipe.learning_rate)

@@ -1,6 +1,6 @@
 """Check that an engine generates with the trainer's weights: log-probs agree up to rounding.
 
-The mean absolute difference over tokens of the trainer's version is limited by the coarsest precision.
+The job's coarsest precision limits the mean absolute difference, over tokens of the trainer's weights version.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _QUANTISE = {"quantization", "quantization_config", "kv_cache_dtype"}  # argumen
 
 
 def precision_of(spec: Spec) -> str:
-    """Return the job's precision, a key of `_ALLOWED`."""
+    """Return the job's coarsest precision, a key of `_ALLOWED`."""
     spec = settled(spec, device_of(spec))
     if _QUANTISE & spec.generation.engine.arguments.keys():
         return "quantised"
@@ -27,19 +27,19 @@ def precision_of(spec: Spec) -> str:
 
 
 class Agreement:
-    """Limit of the log-prob difference, by the job's engine and precision."""
+    """Limit of the log-prob difference between engine and trainer, by the job's precision."""
 
     def __init__(self, spec: Spec) -> None:
         self._engine = spec.generation.engine.name
         self._precision = precision_of(spec)
 
     def allow_for_a_restart(self) -> None:
-        """Allow rounding in an exact job, because another machine may have trained the samples' versions."""
+        """Allow rounding differences in an exact job, because another machine may have trained the samples' weights."""
         if self._precision == "exact":
             self._precision = "float32"
 
     def check(self, step: int, rollouts: Rollouts, report: LearnReport) -> None:
-        """Raise LogProbMismatch if the step's difference exceeds what the precisions explain."""
+        """Raise LogProbMismatch if the step's mean difference exceeds the limit."""
         is_current = (rollouts.weights_versions == step - 1) & report.has_run
         if not is_current.any():
             return

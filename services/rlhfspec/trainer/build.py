@@ -95,7 +95,7 @@ def _kept(job: RLHFJob, context: Context, folder: RunFolder) -> KeptFolder | Non
 
 
 def follow(job: RLHFJob) -> None:
-    """Train on a rank other than 0 until rank 0 stops."""
+    """Train as a rank other than 0, until rank 0 stops."""
     from rlhfspec.common.ranks.meeting import joined
     from rlhfspec.huggingface.devices import device_of
     from rlhfspec.training import leading
@@ -116,7 +116,7 @@ def follow(job: RLHFJob) -> None:
 
 
 def _meeting(job: RLHFJob) -> dict[str, Any]:
-    """Return process group arguments. Rank 0 may be silent while other stages work on a step."""
+    """Return arguments for joining the ranks. Rank 0 may be silent while other stages work on a step."""
     roles = job.spec.roles
     deadline = roles.trainer.deadline_seconds
     return {

@@ -12,7 +12,7 @@ from rlhfspec.messages.records import Demand, Purpose, Sample, Score, ScoringSta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """Contents of a step. `max_demands` 0: no dynamic sampling."""
+    """Records that make up a step. `max_demands` 0: no dynamic sampling."""
 
     job: str
     step: int
@@ -72,7 +72,7 @@ class Collector:
         return f"{' and '.join(parts) or 'nothing'} of {self.shape}"
 
     def demand(self) -> Demand | None:
-        """Return a demand for prompts if too few groups have differing rewards and rounds are left."""
+        """Return a demand for prompts, or None if enough groups have differing rewards or no round is left."""
         assert self.is_complete
         shape, missing = self.shape, self.shape.num_prompts - len(self._informative())
         round = len(self._asked)
@@ -118,7 +118,7 @@ class Collector:
         return sorted(asked_for, key=lambda sample: sample.sort_key)
 
     def _is_asked_for(self, sample_id: str) -> bool:
-        """Return whether a sample belongs to a requested round."""
+        """Return whether a sample belongs to the first round or a demanded one."""
         round, offset = divmod(int(sample_id.split("/")[-2]), self.shape.num_prompts)
         return round < len(self._asked) and offset < self._asked[round]
 

@@ -26,7 +26,7 @@ log = logging.getLogger("rlhfspec.stage")
 
 
 class LoadedModels(Service):
-    """Recorder of the loaded models in the manifest."""
+    """Service that writes the loaded models into the manifest."""
 
     def __init__(self, bus: StageBus, folder: RunFolder) -> None:
         super().__init__("folder", 0, Vitals())  # reported nowhere
@@ -46,7 +46,7 @@ class LoadedModels(Service):
 
 
 class KeptFolder:
-    """Run folder held until the trainer's process ends."""
+    """Run folder locked until the trainer's process ends."""
 
     def __init__(self, job: RLHFJob, folder: RunFolder, bus: StageBus, mirror: Mirror | None = None) -> None:
         self._job = job

@@ -29,7 +29,7 @@ Export = Callable[[dict[str, Any]], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Trainer's time between two step ends. Writing a step and its checkpoint counts towards the next."""
+    """Trainer's seconds between two step ends. Writing a step and its checkpoint counts towards the next step."""
 
     began_unix: float
     passed: float
@@ -71,7 +71,7 @@ class RunRecorder:
         self._evaluations: list[Evaluation] = []
 
     def restore(self) -> dict[str, Any] | None:
-        """Return the last checkpoint's state, if any, and drop lines of later steps."""
+        """Return the learner's state in the last checkpoint, if any, and drop lines of later steps."""
         self._checkpoints = CheckpointStore(
             self._folder.checkpoints, keep=self._job.spec.checkpoint.keep, verify=self._verify
         )
@@ -127,7 +127,7 @@ class RunRecorder:
         self._send()
 
     def _send(self) -> None:
-        """Send the folder to its object store before unrepeatable records are acknowledged."""
+        """Send the folder to its object store, if any, before unrepeatable records are acknowledged."""
         if self._mirror is not None:
             self._mirror.send()
 

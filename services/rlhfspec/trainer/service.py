@@ -156,7 +156,7 @@ class TrainerService(Service):
         return True
 
     async def _complete(self, collector: Collector) -> bool:
-        """Add records of any step until this one is complete; return False if stopped first."""
+        """Add arriving records to their steps until `collector` is complete; return False if stopped first."""
         pace = Pace(_LATE_SECONDS, PULL_SECONDS)
         while not collector.is_complete:
             if self.stopping.is_set():
@@ -252,7 +252,7 @@ class TrainerService(Service):
         return evaluation is not None and evaluation.is_due(step, self._last_step)
 
     def _put_weights(self) -> list[Weights]:
-        """Store the weights, critic first, because scoring samples of this version needs it."""
+        """Store the weights and return their records, critic first, because scoring this version needs it."""
         name, version = self._job.metadata.name, self._learner.version
         records = []
         if "critic" in self._stages:
@@ -260,7 +260,7 @@ class TrainerService(Service):
         return [*records, self._weights.put(name, "policy", version, self._learner.policy_state())]
 
     async def _publish_weights(self, records: Sequence[Weights]) -> None:
-        """Publish under ids of this process, so that a restarted trainer's versions are not dropped as duplicates."""
+        """Publish weights under ids of this process, so that a restarted trainer's are not dropped as duplicates."""
         for record in records:
             await self._bus.publish(replace(record, id=f"{record.id}/{self._start}"))
 

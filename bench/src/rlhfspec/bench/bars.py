@@ -1,4 +1,4 @@
-"""Performance bars of the benchmarks, computed from results. Modes that did not run have none.
+"""Bars of the benchmarks (thresholds that results must meet). Modes that did not run have none.
 
 Example:
     >>> from rlhfspec.bench.generating.results import Results, ResultRow
@@ -11,7 +11,7 @@ Example:
     >>> [bar.holds for bar in found if bar.name == "adaptive / plain"]
     [False]
 
-Example: moves cut a stage from 6 s to 4.5 s, where known lengths reach 4 s.
+Example: moves cut a stage from 6 s to 4.5 s; with all lengths known it takes 4 s.
     >>> from rlhfspec.bench.moving.rebalancing.results import StageResult, StageRun
     >>> run = lambda arm, seconds: StageRun(arm=arm, seconds=seconds, ends=(seconds, 1.0))
     >>> runs = {"dealt": (run("dealt", 6.0),), "ours": (run("ours", 4.5),), "clairvoyant": (run("clairvoyant", 4.0),)}
@@ -23,7 +23,7 @@ Example: moves cut a stage from 6 s to 4.5 s, where known lengths reach 4 s.
     >>> [(bar.name, bar.holds) for bar in bars_of_rebalance([row])]
     [('dealt / ours', True), ('share of dealt - clairvoyant closed', True)]
 
-Example: a pause of a 10 ms step and 3 ms more is within the bar over shared memory.
+Example: over shared memory, a pause 3 ms longer than the destination's 10 ms step meets its bar.
     >>> from rlhfspec.bench.moving.migrating.results import Moment
     >>> move = Moment(pause=0.013, gap=0.02, seconds=0.02, num_bytes=4_700_000, cpu=0.0015,
     ...               engine_cpu=0.001, held=0.001, step=0.01)
@@ -183,7 +183,7 @@ def _at_least(num_threads: int, scenario: str, name: str, found: Ratio, wanted: 
 
 
 def bars_of_step(rows: Iterable[StepRow], num_threads: int) -> tuple[Bar, ...]:
-    """Return the bars of a training step against TRL.
+    """Return the bars on the speed of a training step relative to TRL's.
 
     >>> from rlhfspec.bench.stepping.results import Step
     >>> row = lambda mode, seconds: StepRow.of(mode, [Step(seconds=seconds, by_stage={}, num_tokens=1)])

@@ -1,10 +1,10 @@
-"""Cost of a link in seconds and CPU of both ends, by range, next to a plain copy and a plain socket.
+"""Seconds, and CPU of both ends, that a link takes per range of bytes, next to a plain copy and a plain socket.
 
     python -m rlhfspec.bench.links --kinds memory shm tcp --sizes 65536 4194304
 
-The source process copies each range into the link's room, and the destination process copies it out. A range's time
-lasts until the source knows that it was unpacked. CPU is of all threads of both processes. Kinds take turns; figures
-are medians of all rounds.
+The source process copies each range into the link's buffer, and the destination process copies it out. A range's time
+lasts until the source knows that it was unpacked. CPU is of all threads of both processes. Kinds of links take turns;
+figures are medians of all rounds.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LinkCost:
 
 
 def measure(kinds: Sequence[str], sizes: Sequence[int], *, rounds: int, ranges: int = 10) -> list[LinkCost]:
-    """Measure each kind at each size over `rounds` rounds of `ranges` ranges; the kinds take turns."""
+    """Measure each kind at each size in bytes over `rounds` rounds of `ranges` ranges; the kinds take turns."""
     costs = []
     for num_bytes in sizes:
         with ExitStack() as opened:
@@ -137,7 +137,7 @@ def _in_this_process(kind: str, ours: UInt8s) -> Iterator[Callable[[str], None]]
 
 @contextmanager
 def _sending(kind: str, ours: UInt8s, control: Connection, folder: Path) -> Iterator[Callable[[str], None]]:
-    """Yield a function that sends a range and waits for the destination's reply on `control`."""
+    """Yield a function that sends the bytes `ours` under a key and waits for the destination's reply on `control`."""
     offer = control.recv()
     if kind == SOCKET:
         with socket.create_connection(("127.0.0.1", offer)) as connection:

@@ -25,7 +25,7 @@ class Processor:
 
     @property
     def has_fast_bfloat16(self) -> bool:
-        """Return whether bfloat16 multiplies faster than float32; the bars depend on it."""
+        """Return whether bfloat16 multiplies faster than float32; some benchmarks' thresholds depend on it."""
         return self.arithmetic in ("amx", "dpbf16")
 
 

@@ -37,7 +37,7 @@ class Ratio:
 
 
 def paired(ours: Sequence[float], other: Sequence[float], *, against: str = "") -> Ratio:
-    """Compare repetition by repetition; a mode may lack the last repetitions."""
+    """Return ours / other over the repetitions that both have; `against` names `other` in the result."""
     logs = [math.log(a / b) for a, b in zip(ours, other, strict=False)]
     dice = random.Random(0)
     means = sorted(statistics.fmean(dice.choices(logs, k=len(logs))) for _ in range(_NUM_RESAMPLES))
@@ -46,7 +46,7 @@ def paired(ours: Sequence[float], other: Sequence[float], *, against: str = "") 
 
 
 def against_best(ours: Sequence[float], others: Mapping[str, Sequence[float]]) -> Ratio:
-    """Compare with the best of `others`, chosen for each repetition on all others (a single one on itself)."""
+    """Return ours / the best of `others`, chosen for each repetition on the others (on itself if alone)."""
     size = min(len(ours), *(len(speeds) for speeds in others.values()))
     chosen = []
     for left_out in range(size):

@@ -23,7 +23,7 @@ def table_of(title: str, columns: Iterable[str], *, left: Sequence[str] = ()) ->
 
 
 def ending(results: BenchResults) -> list[Table | Text]:
-    """Return the table of bars, and a line for each skipped mode."""
+    """Return the report's end: the table of bars, and a line for each skipped mode."""
     return [*([_bars(results.bars)] if results.bars else ()),
             *(Text(f"left out: {line}", style="yellow") for line in results.skipped)]  # fmt: skip
 

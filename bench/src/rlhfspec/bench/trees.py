@@ -28,7 +28,7 @@ COUNTED_RUNS = 3  # each with its own seeds; one alone swings by two percent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeGain:
-    """Gain of the best `tree` shape at `num_nodes` verified nodes per sequence."""
+    """Gain of the best `tree` shape over a chain at `num_nodes` verified nodes per sequence."""
 
     num_nodes: int
     chain_tokens: float  # per verification
@@ -76,7 +76,7 @@ def _gain(engine: Any, scenario: BenchScenario, num_nodes: int) -> TreeGain:
 
 
 def tokens_per_verification(engine: Any, scenario: BenchScenario, plan: DraftPlan) -> float:
-    """Return the mean over several runs, after one that trains the acceptance model."""
+    """Return the mean tokens per verification over runs after one that trains the acceptance model."""
     speculation = engine.speculation
     engine.set_speculation(plan)
     speculation.selector = FixedSelector(plan, acceptance=speculation.acceptance)

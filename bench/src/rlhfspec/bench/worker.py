@@ -71,7 +71,7 @@ class Worker:
             print(json.dumps({request: arguments}), file=self._process.stdin, flush=True)
 
     def receive(self) -> dict[str, Any]:
-        """Wait for the next line of the worker."""
+        """Wait for the worker's next line and return its content; raises WorkerFailed."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:

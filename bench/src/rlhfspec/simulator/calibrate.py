@@ -1,6 +1,6 @@
 """Fit of a step curve, prefill cost and lengths to the traces of a run.
 
-Each step of a sample takes t0 + c * (samples running beside it), plus the prefill of new prompts. A sample's seconds
+Each step of a generator takes t0 + c * (its running samples), plus the prefill of new prompts. A sample's seconds
 are thus linear in t0, c and seconds per prompt token, with coefficients known from all start and end times.
 
 Example:
@@ -76,7 +76,7 @@ def calibrate(samples: Sequence[Ran]) -> Calibration:
 
 
 def _not_negative(design: Floats) -> Floats:
-    """Return the least-squares solution of `design @ x = 1`, leaving out unknowns until x >= 0."""
+    """Return the least-squares solution of `design @ x = 1`, with unknowns set to 0 one by one until x >= 0."""
     kept = list(range(design.shape[1]))
     while kept:
         solved, *_ = np.linalg.lstsq(design[:, kept], np.ones(len(design)), rcond=None)
@@ -91,7 +91,7 @@ def _not_negative(design: Floats) -> Floats:
 def _tokens_beside(samples: Sequence[Ran]) -> Floats:
     """Return [S]: the number of tokens that a sample's generator made while the sample ran, its own included.
 
-    The steps in an overlap of two samples are those of the sample with more of its time in it.
+    Steps in an overlap of two samples are estimated from the sample with the larger share of its time in it.
     """
     found = np.zeros(len(samples))
     for members in _of_generators(samples).values():
@@ -107,7 +107,7 @@ def _tokens_beside(samples: Sequence[Ran]) -> Floats:
 
 
 def _prompt_tokens_beside(samples: Sequence[Ran]) -> Floats:
-    """Return [S]: the number of prompt tokens that a sample's generator prefilled meanwhile, shared prefixes once."""
+    """Return [S]: the number of prompt tokens that a sample's generator prefilled beside it, shared prefixes once."""
     found = np.zeros(len(samples))
     for members in _of_generators(samples).values():
         firsts: dict[tuple[int, str], tuple[float, int]] = {}
@@ -132,7 +132,7 @@ def _of_generators(samples: Sequence[Ran]) -> dict[str, list[int]]:
 
 
 def as_spans(scenario: Scenario, work: Workload) -> list[Ran]:
-    """Return the samples that a run of the scenario without moves would record, to test the fit."""
+    """Return the samples that a simulated run without moves would record, to test the fit."""
     outcome = simulate(scenario, work)
     rows = zip(work.prompts, work.lengths, work.prompt_tokens, outcome.ended, outcome.ended_on, strict=True)
     return [
@@ -151,7 +151,7 @@ def as_spans(scenario: Scenario, work: Workload) -> list[Ran]:
 
 
 def workload_of(samples: Sequence[Ran], *, num_generators: int, seed: int) -> Workload:
-    """Draw as many of a run's prompts as its last step had, with all their samples, and deal them in turn."""
+    """Draw a stage from a run: as many prompts as its last step had, with all their samples, dealt in turn."""
     prompts: dict[tuple[int, str], list[Ran]] = {}
     for sample in _whole(samples):
         if sample.num_tokens:

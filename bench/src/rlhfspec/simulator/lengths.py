@@ -25,7 +25,7 @@ Kind = Literal["independent", "groups", "skew", "adversarial"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Sequences [S] of a stage. Only the clairvoyant reads `lengths` before a sequence has ended."""
+    """Sequences of a stage, as arrays [S]. Only clairvoyant policies may read `lengths` before a sequence has ended."""
 
     lengths: Ints  # tokens of the response, >= 1
     prompt_tokens: Ints
@@ -83,7 +83,7 @@ def workload(
 
 
 def dealt_by(work: Workload, kind: str, num_generators: int) -> Workload:
-    """Deal whole prompts in turn or, for `skew`, the longer half to the first half of the generators."""
+    """Return the work dealt in turn by whole prompts or, for `skew`, with the longer half on the first generators."""
     if kind != "skew":
         return replace(work, dealt=work.prompts % num_generators)
     rank = np.empty(work.num_sequences, dtype=np.int64)
@@ -94,7 +94,7 @@ def dealt_by(work: Workload, kind: str, num_generators: int) -> Workload:
 
 
 def _adversarial(random: np.random.Generator, count: int, shape: LengthShape) -> Floats:
-    """Draw lengths that mislead predictions from ended sequences.
+    """Draw lengths in which those of ended sequences mislead predictions of the rest.
 
     Nine of ten end within a tenth of the limit, one of a hundred at the limit, the rest in between.
     """

@@ -10,7 +10,7 @@ from typing import Any
 
 @contextmanager
 def drawn(path: Path, *, dpi: int = 130, **figure: Any) -> Iterator[Any]:
-    """Yield a figure, created with pyplot arguments, and write it to `path` when the block ends."""
+    """Yield a figure, made by `pyplot.figure(**figure)`, and write it to `path` when the block ends."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""Policies of the simulator: `ours`, the `plan()` of production, and published rules to compare with.
+"""Policies of the simulator: `ours`, which runs production's `plan()`, and published rules to compare with.
 
 Each maps a `FleetSnapshot` to sequences and their destinations. Published rules move the sequence with the shortest
 context, which is the cheapest.
@@ -34,7 +34,7 @@ POLICY_NAMES: tuple[str, ...] = get_args(Name)
 def policy_named(
     name: str, work: Workload, *, history: Ints | None = None, settings: PlannerSettings = STANDARD
 ) -> Policy | None:
-    """Return a policy; `ours` first learns from `history`, the lengths of an earlier step."""
+    """Return a policy, or None for `none`; `ours` first learns from `history`, the lengths of an earlier step."""
     policy_known(name)
     if name == "none":
         return None
@@ -118,7 +118,7 @@ def threshold(snapshot: FleetSnapshot, now: float) -> tuple[Ints, Ints]:
 
 
 def knee(snapshot: FleetSnapshot, now: float) -> tuple[Ints, Ints]:
-    """Move sequences above the knee of throughput (2 t0 / c, two thirds of its peak) to generators below it."""
+    """Move sequences off generators with more than 2 t0 / c (two thirds of peak throughput) to those with fewer."""
     have = _have(snapshot)
     with np.errstate(divide="ignore"):
         most = 2 * snapshot.step_seconds / snapshot.sequence_seconds
@@ -147,7 +147,7 @@ def _may_take(snapshot: FleetSnapshot) -> BoolArray:
 
 
 def _levelled(snapshot: FleetSnapshot, surplus: Ints, lack: Ints, have: Ints) -> tuple[Ints, Ints]:
-    """Move sequences from the fullest to the emptiest generators, as far as `surplus` and `lack` allow."""
+    """Return moves from generators with a `surplus`, fullest first, to those with a `lack`, emptiest first."""
     emptiest = np.argsort(have, kind="stable")
     destinations = np.repeat(emptiest, lack[emptiest])
     fullest = np.argsort(-have, kind="stable")
@@ -158,7 +158,7 @@ def _levelled(snapshot: FleetSnapshot, surplus: Ints, lack: Ints, have: Ints) ->
 
 
 def _matched(snapshot: FleetSnapshot, wanted: Ints, sources: Ints, destinations: Ints) -> tuple[Ints, Ints]:
-    """Return the sequences with the shortest contexts, one per entry of `sources`, and their destinations."""
+    """Return `wanted[g]` sequences of each generator g, shortest contexts first, and their destinations."""
     order = np.lexsort((snapshot.held, snapshot.is_moving, snapshot.generator))
     starts = np.searchsorted(snapshot.generator, np.arange(len(wanted)))
     rank = np.arange(len(order)) - starts[snapshot.generator]  # sorting leaves generators in place

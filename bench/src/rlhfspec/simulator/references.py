@@ -1,4 +1,4 @@
-"""Bounds for planners: a stage planned with true lengths, and ideally shared work.
+"""References for planners: seconds of a stage planned with true lengths, and of ideally shared work.
 
 Example:
     >>> from rlhfspec.simulator.simulator import PRESETS, Scenario, simulate, workload
@@ -27,8 +27,8 @@ _MOST_EXCHANGES = 2_000
 def ideal_sharing_seconds(scenario: Scenario, work: Workload) -> float:
     """Return the seconds with sequences spread evenly over all generators at every token.
 
-    This is the sum over token index e of step(ceil(alive(e) / N)), plus an equal share of the prefill. Returns nan if
-    rows are too few for all or machines differ.
+    This sums, over token index e, the seconds of a step with ceil(alive(e) / N) sequences, plus an equal share of the
+    prefill. Returns nan if rows are too few for all or generators differ in speed.
     """
     count = scenario.num_generators
     if work.num_sequences > count * scenario.rows or scenario.slowness:
@@ -50,8 +50,8 @@ def _prompt_tokens(scenario: Scenario, work: Workload) -> int:
 def clairvoyant_seconds(scenario: Scenario, work: Workload) -> float:
     """Return the seconds of the best schedule found with all lengths known, or nan if the stage is too large.
 
-    Candidates are simulated: longest first with improvements, on all or fewer engines per host; pulling longest first;
-    and `plan()` with true lengths. The fastest is an upper bound of the optimum.
+    Candidates are simulated: `assign` on one and on all engines per host, pulling longest first, and `plan()` with
+    true lengths. The fastest is an upper bound of the optimum.
     """
     if scenario.num_generators * work.num_sequences > _MOST_CELLS:
         return float("nan")
@@ -68,7 +68,7 @@ def clairvoyant_seconds(scenario: Scenario, work: Workload) -> float:
 
 
 def assign(scenario: Scenario, work: Workload, *, engines_used: int) -> Ints:
-    """Return the generator of each sequence [S], chosen with all lengths known, on `engines_used` per host."""
+    """Return [S]: the generator of each sequence, chosen with all lengths known, on `engines_used` engines per host."""
     busy = 1.0 if scenario.engines_per_host > 1 and engines_used > 1 else 0.0
     per_generator = -(-work.num_sequences // scenario.num_generators)
     t0, c = scenario.curve.fitted(max(min(2 * per_generator, scenario.rows), 2), busy_share=busy)
@@ -85,7 +85,7 @@ def assign(scenario: Scenario, work: Workload, *, engines_used: int) -> Ints:
 
 
 class _Assignment:
-    """Assignment of sequences to generators, which end at t0 * longest + c * sum + prefill."""
+    """Assignment of sequences to generators; each ends at t0 * longest length + c * sum of lengths + prefill."""
 
     def __init__(self, scenario: Scenario, work: Workload, t0: Floats, c: Floats) -> None:
         self.scenario, self.work, self.t0, self.c = scenario, work, t0, c

@@ -29,7 +29,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Generators and what happens to them. Move costs are those measured over shared memory."""
+    """Generators, costs and deaths of a simulated stage. Default costs of moves were measured over shared memory."""
 
     num_generators: int
     curve: StepCurve
@@ -52,7 +52,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetSnapshot:
-    """State that a policy sees, sorted by generator; a moving sequence counts at its destination."""
+    """State that a policy sees. Sequences are sorted by generator; a moving one counts at its destination."""
 
     generator: Ints
     ids: Ints  # of the sequences, in the workload
@@ -99,7 +99,7 @@ class StageOutcome:
 
     @property
     def num_swings(self) -> int:
-        """Return how often a sequence moved back although no sequence had ended on either generator since."""
+        """Return the number of moves back to a generator although no sequence had ended on either generator since."""
         swings = 0
         for out, back in self._returns():
             since, until = out.left_seconds * NANOSECONDS, back.left_seconds * NANOSECONDS
@@ -108,7 +108,7 @@ class StageOutcome:
         return swings
 
     def _returns(self) -> list[tuple[MoveMade, MoveMade]]:
-        """Return (move away, move back) pairs."""
+        """Return pairs: a sequence's move away from a generator, and its move back."""
         left: dict[tuple[int, int], MoveMade] = {}
         returns = []
         for move in self.moves:
@@ -119,7 +119,7 @@ class StageOutcome:
 
 
 def step_tables(scenario: Scenario, most: int) -> dict[float, list[list[int]]]:
-    """Return the nanoseconds of a step by [slowness][busy neighbours][sequences]."""
+    """Return the nanoseconds of a step by [slowness factor][busy neighbours on the host][running sequences]."""
     neighbours = scenario.engines_per_host - 1
     tables: dict[float, list[list[int]]] = {}
     for factor in {1.0, *(factor for _, factor in scenario.slowness)}:
@@ -132,7 +132,7 @@ Curves = tuple[Floats, Floats]  # [N], [N]: t0 and c
 
 
 def learnt_curves(scenario: Scenario, work: Workload) -> tuple[Curves, Curves]:
-    """Return the curves that generators would learn with all engines of the host busy, and alone."""
+    """Return the (t0, c) that generators would learn while all engines of their host are busy, and alone."""
     most = max(min(scenario.rows, 2 * -(-work.num_sequences // scenario.num_generators)), 2)
     slowness = np.ones(scenario.num_generators)
     for generator, factor in scenario.slowness:
@@ -147,7 +147,7 @@ def nanoseconds(seconds: float) -> int:
 
 
 def initial_hands(scenario: Scenario, work: Workload, order: Ints) -> tuple[list[list[int]], list[int]]:
-    """Return the sequences each generator begins with, and the queue of those still to be pulled."""
+    """Return the sequences that each generator holds at first, and the queue of those to be pulled."""
     hands: list[list[int]] = [[] for _ in range(scenario.num_generators)]
     if not scenario.pulls:
         for sequence in order.tolist():

@@ -37,7 +37,7 @@ def draw(outcomes: Mapping[str, StageOutcome], work: Workload, num_generators: i
 
 
 def running(outcome: StageOutcome, num_generators: int, seconds: float) -> Ints:
-    """Return [generators, moments]: the number of running sequences, from the recorded timeline.
+    """Return [generators, moments]: the number of running sequences at even moments until `seconds`.
 
     >>> running(StageOutcome(timeline=[(0.0, 0, 3), (5.0, 0, 0)]), 1, 10.0)[0, [0, 100, 300]].tolist()
     [3, 3, 0]

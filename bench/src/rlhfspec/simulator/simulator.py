@@ -39,7 +39,7 @@ def simulate(
     order: Ints | None = None,
     records: bool = False,
 ) -> StageOutcome:
-    """Simulate one stage, with sequences started in `order`; `records` also keeps the timeline."""
+    """Simulate one stage, starting sequences in `order`; `records` also keeps the outcome's timeline."""
     return _Simulation(scenario, work, policy, order, records).run()
 
 
@@ -92,7 +92,7 @@ class _Simulation(SimulatorState):
     # -- between two steps of a generator
 
     def _boundary(self, generator: int, now: int, kind: int) -> None:
-        """End a step, if any: sequences end, leave, join and start; then begin the next."""
+        """End a generator's step, if one runs; sequences end, leave, join and start; then begin the next step."""
         was_running = self.running[generator]
         if was_running and now > self.begun[generator]:
             self.steps[generator] += (now - self.begun[generator]) // self.step_ns[generator]
@@ -188,7 +188,7 @@ class _Simulation(SimulatorState):
         heappush(self.ends[generator], (end, sequence))
 
     def _start(self, generator: int) -> int:
-        """Pull and start sequences while there is room; return nanoseconds of prefill."""
+        """Pull sequences and start them while rows are free; return the nanoseconds of prefill."""
         hand = self.hands[generator]
         free = self.scenario.rows - self.running[generator] - self.leased[generator]
         room = free + (self.scenario.prefetch if self.scenario.pulls else 0) - len(hand)
@@ -215,7 +215,7 @@ class _Simulation(SimulatorState):
         return self.prompt_tokens[sequence] * self.prompt_ns
 
     def _go_on(self, generator: int, now: int, stall: int) -> None:
-        """Begin the next step and schedule the next end of a sequence."""
+        """Begin the next step after `stall` nanoseconds, and schedule the event of the next sequence to end."""
         self.version[generator] += 1
         self.next_event[generator] = -1
         self.begun[generator] = now
@@ -235,7 +235,7 @@ class _Simulation(SimulatorState):
             heappush(self.events, (time, BOUNDARY, generator, self.version[generator]))
 
     def _tell_host(self, generator: int, now: int, kind: int, change: int) -> None:
-        """Update the host's busy count and reschedule its other generators."""
+        """Add `change` to the host's busy engines, and reschedule its other generators."""
         size = self.scenario.engines_per_host
         first = generator // size * size
         self.host_busy[generator // size] += change
@@ -250,7 +250,7 @@ class _Simulation(SimulatorState):
             self._request(generator, now)
 
     def _request(self, generator: int, now: int, *, or_now: bool = False) -> None:
-        """Schedule an event at the end of the running step; `or_now` allows a step that ends now."""
+        """Schedule the generator at the next end of a step after `now`; `or_now` allows one at `now`."""
         if not self.running[generator]:
             self._schedule(generator, now)
             return
@@ -274,7 +274,7 @@ class _Simulation(SimulatorState):
             self._send(sequence, destination, now)
 
     def _send(self, sequence: int, destination: int, now: int) -> None:
-        """Lease a row at the destination; the sequence leaves when its source's step ends."""
+        """Lease a row at the destination or refuse the move; the sequence leaves when its source's step ends."""
         source = int(self.where[sequence])
         free = self.scenario.rows - self.running[destination] - self.leased[destination]
         can_go = self.state[sequence] in (WAITING, RUNNING) and sequence not in self.trips and source != destination
@@ -347,7 +347,7 @@ class _Simulation(SimulatorState):
         self._redeliver(lost, now)
 
     def _redeliver(self, sequences: list[int], now: int) -> None:
-        """Queue sequences again from their first token, after a delay."""
+        """Queue lost sequences again from their first token, after the redelivery delay."""
         if not sequences:
             return
         self.outcome.num_redelivered += len(sequences)

@@ -1,4 +1,4 @@
-"""Step times by number of sequences B, for the simulator. `curve.py` has the online estimates.
+"""Step times by number of sequences B, for the simulator. `moves/rebalancing/curve.py` has the online estimates.
 
 A curve is `t0 + c*B` or a table of points joined by straight lines. Engines of one host share memory bandwidth, so a
 curve has two extremes: alone, and with all neighbours busy.
@@ -23,7 +23,7 @@ from rlhfspec.errors import InvalidRequest, did_you_mean
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCurve:
-    """Seconds of a step in which B sequences get one token each, given at the points `num_sequences`."""
+    """Seconds of a step in which B sequences get one token each, given for every B in `num_sequences`."""
 
     name: str
     num_sequences: tuple[int, ...]
@@ -48,7 +48,7 @@ class StepCurve:
         return float(self.table(count, busy_share=busy_share)[count])
 
     def table(self, most: int, *, busy_share: float = 0.0) -> Floats:
-        """Return [most + 1]: the seconds of a step with 0, 1, ... sequences; the first entry is 0."""
+        """Return [most + 1]: seconds of a step by number of sequences, with `busy_share` of the neighbours busy."""
         counts = np.arange(most + 1)
         mixed = (1.0 - busy_share) * np.array(self.alone) + busy_share * np.array(self.busy)
         seconds = np.interp(counts, self.num_sequences, mixed)
@@ -61,7 +61,7 @@ class StepCurve:
         return np.asarray(seconds, dtype=np.float64)
 
     def fitted(self, most: int, *, busy_share: float = 0.0) -> tuple[float, float]:
-        """Return the nonnegative (t0, c) with the least relative errors up to `most` sequences."""
+        """Return nonnegative seconds (t0, c) of t0 + c*B with the least relative errors up to `most` sequences."""
         counts = np.unique(np.geomspace(1, max(most, 2), 24).astype(np.int64))
         seconds = self.table(int(counts[-1]), busy_share=busy_share)[counts]
         design = np.stack([1.0 / seconds, counts / seconds], axis=1)
@@ -91,7 +91,7 @@ PRESETS = {
 
 
 def curve_named(text: str) -> StepCurve:
-    """Return one of `PRESETS`, or a curve of `T0,C` in milliseconds.
+    """Return one of `PRESETS`, or the curve T0 + C*B given as `T0,C` in milliseconds.
 
     >>> round(curve_named("8.8,0.37").seconds(10), 9)
     0.0125

@@ -31,7 +31,7 @@ _EARLIER = 1_000_000  # seed offset of the step that `ours` learnt from, above a
 
 @dataclass(slots=True, kw_only=True)
 class PolicyTrial:
-    """Results of one policy over seeds. Ratios to a reference that does not apply are nan."""
+    """Results of one policy over seeds. Ratios to clairvoyant or ideal seconds without a value are nan."""
 
     policy: str
     pulls: bool
@@ -77,7 +77,7 @@ def trials(
     settings: PlannerSettings = STANDARD,
     on_outcome: Callable[[str, int, StageOutcome, Workload], None] | None = None,
 ) -> list[PolicyTrial]:
-    """Simulate every policy on every seed; `pull+` before a name pulls prompts instead of dealing them."""
+    """Simulate every policy on every seed's workload; with `pull+` before its name, generators pull prompts."""
     found = [PolicyTrial(policy=name, pulls=_pulls(name, scenario)) for name in policies]
     all_seeds = list(seeds)
     for seed in all_seeds:

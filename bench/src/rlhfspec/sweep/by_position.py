@@ -44,7 +44,7 @@ class Band:
 
 
 def judge_positions(make: Callable[[], Any], *, num_tokens: int, vocab_size: int, seed: int = 0) -> list[Band]:
-    """Compare errors on a random row, band by band; raises UnsupportedModel."""
+    """Return the trainer's errors relative to Hugging Face's on a random row, by band; raises UnsupportedModel."""
     model = make()
     row = torch.randint(vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
     rounded = _loaded_in_bfloat16(model)
@@ -88,6 +88,6 @@ def _loaded_in_bfloat16(model: Any) -> Any:
 
 
 def _plain_log_probs(model: Any, row: list[int]) -> torch.Tensor:
-    """Return [t] log-probs of all tokens but the first, by Hugging Face with eager attention."""
+    """Return [tokens - 1]: log-probs of all tokens but the first, by Hugging Face with eager attention."""
     with attending(model, "eager"):
         return torch.tensor(log_probs_reference(model, row[:1], row[1:], 1.0))

@@ -157,7 +157,7 @@ def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
 
 
 def _parts(kind: Any) -> dict[str, str]:
-    """Return the model types of a configuration's sub-configurations, by field."""
+    """Return the model types of a configuration class's sub-configurations, by field name."""
     parts = getattr(kind, "sub_configs_defaults", {})
     types = {name: part.model_type or getattr(part.config_class, "model_type", "") for name, part in parts.items()}
     return {name: part for name, part in types.items() if part in CONFIG_MAPPING}
@@ -211,7 +211,7 @@ def _entropy(model: Any, tokens: torch.Tensor) -> float:
 
 
 def variants(model_type: str) -> Iterator[tuple[str, Callable[[], PreTrainedConfig]]]:
-    """Yield (name, factory of a configuration), first the plain one with an empty name."""
+    """Yield (variant's name, function that makes its configuration), first the plain one with an empty name."""
     plain = _decoder_of(tiny_config(model_type))
     yield "", lambda: tiny_config(model_type)
     activations = _ACTIVATIONS if model_type in _TYPES_WITH_EVERY_ACTIVATION else _RARE_ACTIVATIONS
@@ -239,7 +239,7 @@ def _changes(plain: Any, activations: tuple[str, ...]) -> Iterator[tuple[str, di
 
 
 def _windows(fields: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (name, fields) with windows in every layer, and in every second one if layers have types."""
+    """Yield (name, changed fields) with windows in every layer, and in every second one if layers have types."""
     if "sliding_window" not in fields:
         return
     extra = {"use_sliding_window": True, "max_window_layers": 1} if "use_sliding_window" in fields else {}
@@ -261,7 +261,7 @@ def _ropes(fields: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _with_rope(plain: dict[str, Any], kind: str, parameters: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-    """Return RoPE parameters of the kind, for each layer type if layer types have their own."""
+    """Return the `plain` RoPE parameters changed to the kind, for each layer type if layer types have their own."""
     if any(isinstance(value, dict) for value in plain.values()):
         return {
             name: _with_rope(value, kind, parameters, fields) if isinstance(value, dict) else value

@@ -62,7 +62,7 @@ def check_device(device: str) -> None:
 def count_flips(
     make: Callable[[], Any], device: str, *, dtype: str, exact: str, max_context: int, max_tokens: int = 64
 ) -> Flips:
-    """Count flips on `device`; `make` returns a new model on each call."""
+    """Count flipped tokens and differing samples on `device`; `make` returns a new model on each call."""
     room: dict[str, Any] = {"max_sequences": len(_PROMPT_LENGTHS), "max_context": max_context, "profile": False}
     room |= {"kv_cache_tokens": max_context + 1024, "device": device, "dtype": dtype, "exact": exact}
     engine = make_engine(make(), EngineConfig(speculation="off", **room))

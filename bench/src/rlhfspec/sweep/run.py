@@ -1,4 +1,4 @@
-"""Verdicts of several processes; one that dies or hangs gives a verdict too.
+"""Sweep of cases in several processes. A process that dies or hangs gives the verdict wrong.
 
 Example:
     >>> [case.variant for case in cases(["gpt2"])][:2]
@@ -70,7 +70,7 @@ Judge = Callable[[Case], Verdict]
 def sweep(
     wanted: Iterable[Case], *, num_workers: int, judge: Judge = judge_case, longest_seconds: float = LONGEST_SECONDS
 ) -> Iterator[Judged]:
-    """Yield verdicts as they come; `longest_seconds` limits one case once its process has started."""
+    """Yield verdicts as they come. A case may take `longest_seconds`, not counting its process's start."""
     waiting = iter(wanted)
     workers = [_Worker(judge, longest_seconds) for _ in range(num_workers)]
     try:
@@ -128,7 +128,7 @@ class _Worker:
         return case is not None
 
     def result(self) -> Judged | None:
-        """Return the verdict, or None if there is none yet."""
+        """Return the case's verdict, or None if there is none yet; a dead or late process is replaced."""
         assert self.case is not None
         seconds = time.monotonic() - self.began
         if self.pipe.poll():

@@ -83,7 +83,7 @@ def _other_rows(types: dict[str, list[Judged]]) -> Iterator[str]:
 
 
 def _reasons(variants: Iterable[Judged]) -> Iterator[str]:
-    """Yield one row per variant and verdict, with the reason that one example type gave."""
+    """Yield Markdown rows by variant and verdict, with one model type's reason as an example."""
     groups: defaultdict[tuple[str, Kind], list[Judged]] = defaultdict(list)
     for each in variants:
         groups[each.case.variant, each.verdict.kind].append(each)

@@ -148,7 +148,7 @@ class _Judge:
     # ---- the engine -------------------------------------------------------------------------------------------------
 
     def check_ways(self, alone: Samples) -> Samples:
-        """Check that all modes agree bit for bit, and return the samples in bfloat16."""
+        """Check that all ways to run agree bit for bit with `alone`, and return the samples in bfloat16."""
         draft = {"speculation": _TREE, "num_threads": 2}
         drafted = self.engine(draft=perturbed(self.make(), 0.1), prefill_chunk=11, **draft)
         check_same("together, with trees and two threads", alone, together(drafted, self.requests))
@@ -183,7 +183,7 @@ class _Judge:
 
     @torch.inference_mode()
     def _is_rounding(self, samples: Samples, ours: torch.Tensor) -> bool:
-        """Return whether the error from float64 is at most twice that of Hugging Face in float32.
+        """Return whether `ours` is at most twice as far from float64 log-probs as Hugging Face in float32.
 
         One float32 run may be lucky, so copies with weights moved within their last bit are included.
         """
@@ -195,7 +195,7 @@ class _Judge:
     # ---- the trainer ------------------------------------------------------------------------------------------------
 
     def _prepared(self, *, seed: int = 0) -> Any:
-        """Return a prepared copy, slightly perturbed unless `seed` is 0."""
+        """Return a copy prepared for the trainer, slightly perturbed unless `seed` is 0."""
         model = perturbed(self.make(), _BESIDE, seed=seed) if seed else self.make()
         return prepared(model, max_context=self.max_context)
 
@@ -227,7 +227,7 @@ class _Judge:
         return TorchForward(model, 1.0)
 
     def _check_positions(self, vocab_size: int) -> Band:
-        """Return the worst bfloat16 band of the first row that passes; one row may fail by bad luck."""
+        """Return the band with the worst bfloat16 errors of the first row that passes; one row may fail by bad luck."""
         num_tokens = self._longest()
         for seed in range(_ROWS):
             bands = judge_positions(self.make, num_tokens=num_tokens, vocab_size=vocab_size, seed=seed)
@@ -237,7 +237,7 @@ class _Judge:
         raise Wrong(f"the trainer's log-probs in bfloat16 are {worst}")
 
     def _longest(self) -> int:
-        """Return the length of the long row, for which RoPE must use the same angles as for short ones."""
+        """Return the long row's length, at most `max_context` if RoPE angles change with length."""
         model = self.make()
         longest = within_positions(model, self.long_row)
         try:
@@ -267,7 +267,7 @@ class _Judge:
         self._check_lora()
 
     def _check_gradients(self, exact: ExactForward, batch: PackedRow) -> None:
-        """Compare gradients, again with perturbed models if they differ, because rounding matters at kinks."""
+        """Compare gradients with torch's, and if they differ with perturbed models, as rounding matters at kinks."""
         problem = self._gradient_problem(exact, batch, seed=0)
         for seed in (1, 2):
             if problem:
@@ -281,7 +281,7 @@ class _Judge:
             raise Wrong(problem)
 
     def _shared_gradient_problem(self, samples: Samples, dtype: torch.dtype) -> str:
-        """Return the first difference of gradients, relative to the largest because some are only rounding."""
+        """Describe the first gradient that sharing prompts changes, relative to the largest; some are only rounding."""
         copies, shared = (_gradients(self._in(dtype), batch) for batch in _siblings(samples))
         largest = max(float(gradient.abs().max()) for gradient in copies.values())
         for name, gradient in copies.items():
@@ -308,7 +308,7 @@ class _Judge:
         return ""
 
     def _check_lora(self) -> None:
-        """Compare merged LoRA weights in the engine with separate ones in the trainer."""
+        """Compare the engine with merged LoRA weights to the exact trainer with separate ones."""
         policy = self._prepared()
         targets = _update_targets(policy)
         if not targets:
@@ -325,7 +325,7 @@ class _Judge:
 
 
 class _QuickJudge(_Judge):
-    """Judge that keeps one engine at a time."""
+    """Judge of large models, with fewer checks and one engine at a time."""
 
     num_samples = 2
     max_tokens = 8
@@ -361,7 +361,7 @@ def _moved_within_the_last_bit(model: Any, seed: int) -> Any:
 
 
 def _whole(model: Any, samples: Samples) -> torch.Tensor:
-    """Return float64 log-probs of every sample, by one forward each."""
+    """Return the log-probs of all samples' tokens as one float64 tensor, by one forward per sample."""
     each = (log_probs_reference(model, s.prompt_token_ids, s.token_ids, 1.0) for s in samples.values())
     return torch.tensor([number for log_probs in each for number in log_probs], dtype=torch.float64)
 
@@ -371,7 +371,7 @@ def _packed(samples: Samples) -> PackedRow:
 
 
 def _siblings(samples: Samples) -> tuple[PackedRow, PackedRow]:
-    """Return every prompt with responses of several lengths: copied for each, and shared."""
+    """Return two packed rows in which every prompt has responses of several lengths: copied for each, and shared."""
     answers = [list(sample.token_ids) for sample in samples.values()]
     answers = [answers[0], answers[-1][:1], answers[-1][::-1][: len(answers[-1]) // 2 + 1]]
     prompts = [sample.prompt_token_ids for sample in samples.values() for _ in answers]
@@ -391,7 +391,7 @@ def _gradients(forward: TorchForward, batch: PackedRow) -> dict[str, torch.Tenso
 
 
 def _update_targets(policy: Any) -> list[str]:
-    """Return module names used only by linear layers of the decoder."""
+    """Return names that only linear layers of the decoder have, for LoRA."""
     head = policy.get_output_embeddings()
     linear, other = set[str](), {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}  # of experts too
     for path, module in policy.named_modules():

@@ -11,7 +11,7 @@ Samples = dict[str, Completion]
 
 
 class Wrong(Exception):
-    """Raised when a check fails."""
+    """Raised when a model gives wrong results."""
 
 
 def one_by_one(engine: Engine, requests: Sequence[Request]) -> Samples:
@@ -34,13 +34,13 @@ def together(
 
 
 def preempt(engine: Engine, step: int) -> None:
-    """Preempt one sequence at every third step; an `every_step` of `together`."""
+    """Preempt one running sequence at every third step; passed to `together` as `every_step`."""
     if step % 3 == 0 and engine.scheduler.running:
         engine.preempt(engine.scheduler.running[step % len(engine.scheduler.running)].request.id)
 
 
 def moving(one: Engine, other: Engine, requests: Sequence[Request]) -> Samples:
-    """Move each sequence to the other engine every few steps."""
+    """Run the requests, moving each sequence to the other engine at every fourth step."""
     engines, done, step = (one, other), Samples(), 0
     for engine in engines:
         engine.forget_kept()
@@ -60,7 +60,7 @@ def moving(one: Engine, other: Engine, requests: Sequence[Request]) -> Samples:
 
 
 def check_same(how: str, wanted: Samples, found: Samples) -> None:
-    """Raise Wrong if a token or a bit of a log-prob differs."""
+    """Raise Wrong, naming the way `how`, if a token or a bit of a log-prob differs."""
     for name, sample in wanted.items():
         other = found[name]
         if sample.error or other.error:

@@ -2,7 +2,7 @@
 
 Every `csrc/*.cpp` is compiled for AVX2 and AVX-512; an exported `name` becomes `name_avx2` and `name_avx512`. Files
 `*_amx`, `*_avx512bf16` and `*_base` (any x86-64) are compiled for that set only. `$RLHFSPEC_CACHE` (default
-~/.cache/rlhfspec) holds the library. Without one, plain torch runs.
+~/.cache/rlhfspec) holds the library. Without a library, plain torch runs.
 
     RLHFSPEC_NATIVE=0              never use the kernels
     RLHFSPEC_KERNEL_LIBRARY=FILE   use this one (container images prebuild: python -m rlhfspec.kernels.cpu.build)
@@ -127,7 +127,7 @@ def _with_headers(source: Path) -> list[Path]:
 
 
 def _unit_key(compiler: str, source: Path, isa: str) -> str:
-    """Return a hash of compiler, flags, source and headers."""
+    """Return an object file's cache key, a hash of compiler, flags, source and headers."""
     digest = hashlib.sha256()
     for text in (_compiler_version(compiler), " ".join((*COMMON_FLAGS, *ISA_FLAGS[isa])), isa):
         digest.update(text.encode())
@@ -144,7 +144,7 @@ def _run_compiler(command: list[str]) -> None:
 
 
 def _publish(path: Path, make: Callable[[str], None]) -> None:
-    """Create a file atomically by renaming, because two processes may build at once."""
+    """Let `make` write a temporary file, then rename it to `path`, because two processes may build at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=path.suffix)
     os.close(handle)
@@ -163,7 +163,7 @@ def _compile(compiler: str, source: Path, isa: str, path: Path) -> None:
 
 
 def build() -> Path:
-    """Return the library of the current sources, building it if needed. Raise BuildError on failure."""
+    """Return the path of the current sources' library, building it if needed. Raise BuildError on failure."""
     compiler = _compiler()
     if compiler is None:
         raise BuildError("no C++ compiler (g++ or $CXX) found")
@@ -214,7 +214,7 @@ def unavailable_reason() -> str:
 
 
 def function(name: str, isa: str | None = None) -> Any:
-    """Return the ctypes function `name` for `isa` (default: the best), or None. Callers set `argtypes`."""
+    """Return the ctypes function `name` for `isa` (default: best), None without a library. Callers set `argtypes`."""
     library = load()
     if library is None:
         return None

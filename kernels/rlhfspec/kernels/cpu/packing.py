@@ -31,7 +31,7 @@ def padded_inputs(num_inputs: int, arithmetic: str) -> int:
 
 
 def empty_packed(num_outputs: int, num_inputs: int, arithmetic: str, dtype: torch.dtype) -> Tensor:
-    """Allocate packed weights, on huge pages if available."""
+    """Return an uninitialised flat tensor for packed weights, on huge pages if available."""
     padded = round_up(num_outputs, PAD_OUTPUTS) * padded_inputs(num_inputs, arithmetic)
     packed = torch.empty(padded, dtype=dtype)
     huge, advise_huge_pages = 2 << 20, 14
@@ -43,7 +43,7 @@ def empty_packed(num_outputs: int, num_inputs: int, arithmetic: str, dtype: torc
 
 
 def pack(weight: Tensor, packed: Tensor, arithmetic: str, *, every: int = 1, offset: int = 0) -> None:
-    """Write `weight` [outputs, inputs] into the groups of 16 outputs offset, offset + every, ... of `packed`."""
+    """Pack `weight` [outputs, inputs] into every `every`-th group of 16 outputs of `packed`, from group `offset` on."""
     source = weight.detach().to(packed.dtype).contiguous()
     suffix = f"_{STORED[packed.dtype]}" if arithmetic == "fma" else "_tiles"
     num_outputs, num_inputs = source.shape
@@ -53,7 +53,7 @@ def pack(weight: Tensor, packed: Tensor, arithmetic: str, *, every: int = 1, off
 
 
 def unpack(packed: Tensor, num_inputs: int, arithmetic: str) -> Tensor:
-    """Unpack to [padded outputs, inputs] in plain torch, with zero padding."""
+    """Return the weight [padded outputs, num_inputs] in plain torch; padding rows are zero."""
     padded = padded_inputs(num_inputs, arithmetic)
     if arithmetic != "fma":  # [panel of 32, k step, group of 16, pair of k, column, 2] -> [outputs, k]
         tiles = packed.view(-1, padded // 32, 2, 16, 16, 2)

@@ -48,7 +48,7 @@ def local_rank(environment: Mapping[str, str]) -> int | None:
 
 
 def set_of_ranks(ranks_per_node: int, *, nodes: int = 1) -> list[str]:
-    """Return the Python arguments that start a worker as several ranks."""
+    """Return the Python arguments that start a worker as several ranks per node."""
     return ["-m", "rlhfspec.worker.ranks", "--nodes", str(nodes), "--ranks-per-node", str(ranks_per_node)]
 
 

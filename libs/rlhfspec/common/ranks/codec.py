@@ -27,7 +27,7 @@ _DTYPES = {
 
 
 def encoded(value: Any) -> tuple[bytes, list[Tensor]]:
-    """Return a value as JSON, and its tensors in JSON order."""
+    """Return a value as JSON with tensor placeholders, and the tensors in their order."""
     tensors: list[Tensor] = []
 
     def plain(each: Any) -> Any:
@@ -63,7 +63,7 @@ def _filled(value: Any, tensor: Callable[[str, list[int]], Tensor]) -> Any:
 
 
 def send(value: Any, group: Any, source: int) -> None:
-    """Send a value to all others of a group, which must call `receive`."""
+    """Send a value as the group's rank `source` to all others, which must call `receive`."""
     text, tensors = encoded(value)
     sent = [_bytes_of(tensor) for tensor in tensors]
     first = torch.cat([
@@ -97,7 +97,7 @@ def receive(group: Any, source: int) -> Any:
 
 
 def gather(value: Any, group: Any, num_ranks: int) -> list[Any]:
-    """Return the values of all ranks, without tensors, in rank order."""
+    """Return one value from each rank, without tensors, in rank order."""
     text, tensors = encoded(value)
     assert not tensors, "a gathered value has no tensors"
     length = torch.tensor([len(text)])
@@ -112,7 +112,7 @@ def gather(value: Any, group: Any, num_ranks: int) -> list[Any]:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes on the host, because gloo does not know every type."""
+    """Return the tensor's bytes as uint8 on the host, because gloo does not support every dtype."""
     if not tensor.numel():  # torch cannot view it as bytes
         return torch.empty(0, dtype=torch.uint8)
     return tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8)

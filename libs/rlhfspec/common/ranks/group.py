@@ -17,7 +17,7 @@ STOP = "stop"  # the command that ends `obey`
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """Place of this process among the ranks, all of which take part in each exchange."""
+    """Rank of this process and its process groups; every rank must take part in each exchange."""
 
     rank: int = 0
     num_ranks: int = 1
@@ -30,12 +30,12 @@ class Ranks:
 
     @property
     def sharing(self) -> Ranks:
-        """Return the ranks that share weights and micro-batches: all, unless layers are cut by tensor parallelism."""
+        """Return the ranks that divide micro-batches: all, or the FSDP2 group of this rank under tensor parallelism."""
         return self.data or self
 
     @property
     def has_the_whole_layer(self) -> bool:
-        """Return whether this rank is the one that keeps state which is equal on all ranks of a layer."""
+        """Return whether this rank is its tensor-parallel group's first, which keeps the state that all share."""
         return self.tensor is None or self.tensor.rank == 0
 
     def mine(self, micro_batches: list[list[int]]) -> list[list[int]]:
@@ -51,11 +51,11 @@ class Ranks:
         return [value] if self.num_ranks == 1 else codec.gather(value, self.host, self.num_ranks)
 
     def gather_of_micro_batches(self, value: Any) -> list[Any]:
-        """Gather one value from each rank that has micro-batches of its own, in rank order."""
+        """Gather one value for each tensor-parallel group, whose ranks run the same micro-batches, in rank order."""
         return self.gather(value)[:: self.tensor.num_ranks if self.tensor else 1]
 
     def broadcast(self, value: Any = None, *, source: int = 0) -> Any:
-        """Return the value of rank `source`, with tensors on the host."""
+        """Return the value of rank `source` on every rank; received tensors are on the host."""
         if self.num_ranks == 1 or self.rank == source:
             if self.num_ranks > 1:
                 codec.send(value, self.host, source)
@@ -67,7 +67,7 @@ class Ranks:
             codec.send([str(name), arguments], self.commands, 0)
 
     def obey(self, table: Mapping[str, Callable[..., None]], *, stage: str) -> None:
-        """Run the commands of rank 0 until STOP; raise StageStalled when none comes for too long."""
+        """Run rank 0's commands, functions of `table`, until STOP; raise StageStalled if none comes for too long."""
         assert self.rank > 0, "rank 0 leads"
         while True:
             try:

@@ -35,7 +35,7 @@ def joined(
     tell_seconds: float = _TELL_SECONDS,
     tensor_parallel: int = 1,
 ) -> Iterator[Ranks]:
-    """Join the ranks of the environment, or only this process if there are none.
+    """Join the ranks that the environment names, or only this process, and yield its `Ranks`.
 
     `timeout_seconds` limits one exchange, `silence_seconds` the wait for rank 0's next command. A join that takes
     `tell_seconds` is logged.
@@ -71,7 +71,7 @@ def joined(
 def _host_group(
     told: RankTold, timeout: timedelta, members: Sequence[int] | None = None, *, patience: timedelta | None = None
 ) -> Any:
-    """Create a gloo group of `members` (default: all); `patience` replaces `timeout` for later exchanges."""
+    """Create a gloo group of `members` (default: all) whose exchanges wait up to `patience`, by default `timeout`."""
     members = range(told.num_ranks) if members is None else members
     group = dist.new_group(list(members), timeout=patience or timeout, backend="gloo")
     if told.rank in members:
@@ -80,7 +80,7 @@ def _host_group(
 
 
 def _cutting(ranks: Ranks, told: RankTold, tensor_parallel: int, timeout: timedelta, device: torch.device) -> Ranks:
-    """Add the tensor-parallel groups (rows), and the FSDP2 groups of ranks with the same part (columns)."""
+    """Return `ranks` with its tensor-parallel group (consecutive ranks) and FSDP2 group (ranks with the same part)."""
     rows = torch.arange(ranks.num_ranks).reshape(-1, tensor_parallel)
 
     def group_of(sets: list[list[int]]) -> Ranks:
@@ -99,7 +99,7 @@ def _cutting(ranks: Ranks, told: RankTold, tensor_parallel: int, timeout: timede
 
 
 class _WaitsForOthers:
-    """Guard that logs a long wait, and names the missing ranks in torch's error."""
+    """Context that logs a long wait, and raises StageStalled, naming the missing ranks, on torch's errors."""
 
     def __init__(self, told: RankTold, stage: str, timeout_seconds: float, tell_seconds: float) -> None:
         self._told, self._stage, self._seconds = told, stage, timeout_seconds

@@ -25,7 +25,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def opened(told: RankTold, timeout: timedelta) -> SealedStore:
-    """Open the store. Rank 0 listens, on loopback only if that is its address."""
+    """Open the store. Rank 0 listens, on loopback only if its own address is loopback."""
     host, _, port = told.leader.rpartition(":")
     host = host.strip("[]")
     options: dict[str, Any] = {"timeout": timeout, "wait_for_workers": False}
@@ -95,7 +95,7 @@ class SealedStore(Store):
 def prove(group: Any, rank: int, num_ranks: int, secret: bytes, timeout: timedelta) -> None:
     """Raise RuntimeError unless every pair of a gloo group proves that it knows the secret.
 
-    gloo accepts the first connection, so this precedes all other messages.
+    gloo accepts any first connection, so this must precede all other messages.
     """
     own = [os.urandom(32) for _ in range(num_ranks)]
     theirs = _exchanged(own, group, rank, timeout)

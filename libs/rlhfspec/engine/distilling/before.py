@@ -30,7 +30,7 @@ def distil(
     is_over: Callable[[], bool],
     said: Callable[[LearningReport], object],
 ) -> LearningReport:
-    """Generate completions in rounds under new seeds, learning in between, until a limit is reached or `is_over()`."""
+    """Alternate between generating completions and training on them, until a limit is reached or `is_over()`."""
     end = time.monotonic() + limit.seconds
     waiting = _requests(prompts, params)
     learning = engine.abilities.learning
@@ -52,7 +52,7 @@ def distil(
 
 
 def drafter_of(engine: Engine) -> Any:
-    """Return the learning copy, loaded with the averaged weights that the engine drafts with."""
+    """Return the trained copy, loaded with the averaged weights that the engine drafts with."""
     student, learning = engine.state.student, engine.abilities.learning
     assert student is not None, "the engine's drafter learns"
     assert learning is not None

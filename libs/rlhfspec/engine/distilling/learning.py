@@ -32,7 +32,7 @@ _NOTING_SECONDS = 4e-6  # cost of noting a step with cold caches
 
 
 def next_look(num_steps: int) -> int:
-    """Return the optimizer step of the next evaluation.
+    """Return the next evaluation's optimizer step.
 
     >>> [next_look(steps) for steps in (0, 2, 4, 8, 16, 32)]
     [2, 4, 8, 16, 32, 48]
@@ -99,7 +99,7 @@ class DraftLearning:
         self.budget.recorded(seconds=time.perf_counter() - began, num_tokens=first)
 
     def _chosen(self, rows: list[int], kept: IntArray) -> list[int]:
-        """Return indices of the sequences to record: those with an open lesson, then others that may begin one."""
+        """Return indices into `rows` of sequences to record: first those within a lesson, then others."""
         known, within = self._recorder.rows, self._recorder.within
         chosen = [s for s, row in enumerate(rows) if row in within and kept[s]]
         for s, row in enumerate(rows):
@@ -113,7 +113,7 @@ class DraftLearning:
         return self.budget.may_record(num_lessons * LONGEST_LESSON) and not self._ring.is_full_of_fresh
 
     def stepped(self, seconds: float, num_tokens: IntArray, drafter: str | None, *, has_finished: bool) -> None:
-        """Record the number of new tokens per decoding sequence. Learn if due, unless a finished sequence waits."""
+        """Record new tokens per decoding sequence. Train if due, unless the step finished a sequence."""
         self._noted.append((seconds, num_tokens, drafter))
         self._noted_seconds += seconds
         if self._noted_seconds >= _WATCH_SECONDS:
@@ -169,7 +169,7 @@ class DraftLearning:
         self.budget.watched(seconds=noting + self._idle_since - began)
 
     def learnt(self) -> Learnt:
-        """Return the drafter's current weights: until it has improved, the initial ones."""
+        """Return the weights to draft with: the initial ones, unless the learnt ones are better."""
         return Learnt(version=self.version, tensors=self._student.learnt(at_first=not self._is_better))
 
     def take(self, learnt: Learnt) -> bool:
@@ -203,7 +203,7 @@ _: type[Learning] = DraftLearning  # mypy checks the protocol
 
 
 def _labels(logits: torch.Tensor, places: list[Indices], temperatures: list[float]) -> tuple[IntArray, FloatArray]:
-    """Return the likeliest tokens and their log-probs [n, K] in these logits rows, with one temperature per list."""
+    """Return the K likeliest tokens and log-probs [n, K] of logits rows `places`, at one temperature per sequence."""
     index = torch.from_numpy(np.concatenate(places)).to(logits.device)
     lengths = [len(place) for place in places]
     each = torch.from_numpy(np.repeat(np.asarray(temperatures, np.float32), lengths)).to(logits.device)

@@ -1,4 +1,4 @@
-"""Lessons for a drafter: the target's distributions of verified tokens, kept in a bounded ring."""
+"""Training data of a drafter: the target's distributions of verified tokens, in a bounded ring."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_ROWS = 16  # sequences recorded at a time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lesson:
-    """Piece of a sequence whose last n tokens have labels; earlier ones are context."""
+    """Piece of a sequence whose last n tokens have labels (likeliest target tokens); earlier ones are context."""
 
     tokens: IntArray  # [T]
     label_ids: IntArray  # [n, K] the target's likeliest tokens, per labelled token
@@ -29,7 +29,7 @@ class Lesson:
 
 
 class LessonRing:
-    """Ring of the newest lessons, each taken up to `passes` times. None repeats below half full, to avoid overfitting.
+    """Ring of the newest lessons, each taken up to `passes` times, but only once while the ring is under half full.
 
     >>> ring = LessonRing(most_tokens=4, passes=2)
     >>> def lesson(n): return Lesson(tokens=np.zeros(n + 1, np.int32), label_ids=np.zeros((n, 2), np.int32),
@@ -60,7 +60,7 @@ class LessonRing:
             self.num_tokens -= (self._again.pop()[1] if self._again else self._pop_fresh()).num_labels
 
     def take(self, *, most_tokens: int) -> list[Lesson]:
-        """Take the next lessons: at most `most_tokens` labelled tokens, but at least one lesson if any."""
+        """Return the next lessons: at most `most_tokens` labelled tokens, but at least one lesson if any."""
         taken: list[tuple[int, Lesson]] = []
         count = 0
         may_repeat = 2 * self.num_tokens >= self._most_tokens
@@ -94,7 +94,7 @@ class _Recording:
 
 
 class LessonRecorder:
-    """Collector of labels by row, which adds lessons to the ring."""
+    """Collector of labels by table row, which turns them into lessons for the ring."""
 
     def __init__(self, ring: LessonRing) -> None:
         self._ring = ring
@@ -107,7 +107,7 @@ class LessonRecorder:
             self.rows[row] = _Recording(temperature)
 
     def note(self, row: int, position: int, ids: IntArray, log_probs: FloatArray, tokens: IntArray) -> None:
-        """Add labels [n, K] of the tokens from `position` on; `tokens` holds the row up to `position`."""
+        """Add labels [n, K] of a row's tokens from `position` on; `tokens` are those before `position`."""
         recording = self.rows[row]
         if not recording.ids:
             recording.start = position
@@ -119,7 +119,7 @@ class LessonRecorder:
         (self.within.add if recording.num_labels < LONGEST_LESSON else self.within.discard)(row)
 
     def forget(self, row: int, tokens: IntArray) -> bool:
-        """Stop recording a row, whose sequence has these tokens, and return whether it left a lesson."""
+        """Stop recording a row with these tokens; return whether a last lesson was added."""
         recording = self.rows.pop(row, None)
         self.within.discard(row)
         if recording is None or not recording.ids:

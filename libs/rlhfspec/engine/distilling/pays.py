@@ -1,4 +1,4 @@
-"""Budget of learning: seconds spent against seconds saved."""
+"""Budget of drafter training: seconds spent against seconds saved."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _GAIN_KEPT = 0.6  # weight of the old estimate at every evaluation
 
 
 class LearningBudget:
-    """Budget of learning time: a `share` of step time besides idle time, or (None) while savings exceed the cost.
+    """Budget of training time: a `share` of step time plus idle time or, without it, while savings exceed the cost.
 
-    Savings assume that g accepted tokens would have been g * a0 / a1 at first, with agreement a0 then and a1 now.
+    Savings assume that g accepted tokens would have been g * a0 / a1 untrained, with agreement a0 then and a1 now.
 
     >>> budget = LearningBudget(share=None)
     >>> budget.stepped(seconds=30.0, drafted_seconds=30.0, num_tokens=np.array([3, 2, 4]))
@@ -46,7 +46,7 @@ class LearningBudget:
         self._num_accepted = np.zeros(_DEEPEST + 1, np.int64)
 
     def stepped(self, *, seconds: float, drafted_seconds: float, num_tokens: IntArray) -> None:
-        """Account for engine steps. Only steps of the learning drafter count in `drafted_seconds` and `num_tokens`."""
+        """Add engine steps. Only steps of the trained drafter count in `drafted_seconds` and `num_tokens`."""
         self._step_seconds += seconds
         self._allowed += _TRIED * seconds
         if not len(num_tokens):
@@ -84,7 +84,7 @@ class LearningBudget:
         self._busy_spent += 0.0 if idle else seconds
 
     def recorded(self, *, seconds: float, num_tokens: int = 0) -> None:
-        """Account for labelling `num_tokens` tokens in an engine step, or for storing a lesson (0 tokens)."""
+        """Add the seconds of labelling `num_tokens` tokens, or of storing a lesson (0 tokens)."""
         self._seconds += seconds
         self._busy_spent += seconds
         if num_tokens:

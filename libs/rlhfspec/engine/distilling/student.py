@@ -22,7 +22,7 @@ _KEPT = 0.99  # weight of the old average per optimizer step; less in the first 
 
 
 class Student:
-    """Copy of a drafter trained on the target's distribution (KL). Drafting uses an average of recent weights."""
+    """Copy of a drafter trained on the target's distribution (KL loss); an average of its recent weights drafts."""
 
     def __init__(self, model: Any, *, max_context: int) -> None:
         self.model = model
@@ -36,7 +36,7 @@ class Student:
         self._rates = [optimizer.param_groups[0]["lr"] for optimizer in self._optimizers]
 
     def learn(self, lessons: Sequence[Lesson]) -> float:
-        """Take one optimizer step and return the loss before it. A non-finite loss discards everything learnt."""
+        """Take one optimizer step and return the loss before it. A non-finite loss resets to the initial weights."""
         with torch.enable_grad():
             loss = self._loss(lessons)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -54,7 +54,7 @@ class Student:
 
     @torch.no_grad()
     def agreement(self, lessons: Sequence[Lesson], *, at_first: bool = False) -> float:
-        """Return the mean coverage of the target's distribution, sum of min(p, q)."""
+        """Return the mean overlap of the drafter's and the target's distributions, sum of min(p, q)."""
         with self._drafting(at_first):
             log_probs, labels = self._log_probs(lessons)
         return float(torch.minimum(log_probs.exp(), labels.exp()).sum(-1).mean())
@@ -123,7 +123,7 @@ class Student:
 
     @contextmanager
     def _drafting(self, at_first: bool) -> Iterator[None]:
-        """Swap the drafting weights into the model temporarily."""
+        """Use the averaged weights (`at_first`: the initial ones) within the block."""
         drafts_with = self._drafts_with(at_first)
         self._swap(drafts_with)
         try:

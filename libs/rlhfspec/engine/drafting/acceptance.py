@@ -1,6 +1,6 @@
 """Prediction of how likely the target accepts a drafted token.
 
-Decayed counts by depth, rank and gap between perturbed scores, plus a shift in log-odds per sequence.
+Counts, with decay, by depth, rank and score gap (see `Forest`), plus a shift in log-odds per sequence.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class _Book:
 
 
 class AcceptanceModel:
-    """Acceptance probabilities learnt from trials, whose weight halves every `half_life` trials."""
+    """Acceptance probabilities learnt from tested nodes, whose weight halves every `half_life` nodes."""
 
     def __init__(self, num_rows: int = 256, *, half_life: float = 6000.0) -> None:
         self._num_rows = num_rows
@@ -114,14 +114,14 @@ class AcceptanceModel:
         return _chance(log_odds.take(group * _FINE + fine) + shift).astype(np.float32)
 
     def curves(self, drafter: str, rows: IntArray) -> tuple[Floats, Floats]:
-        """Return the flattened table of log-odds by depth, rank and gap (steps of 1/8), and the rows' shifts."""
+        """Return the log-odds by depth, rank and gap (steps of 1/8), flattened, and the shift to add for each row."""
         book = self._book(drafter)
         return book.log_odds, book.shift_of(rows)
 
     def observe(
         self, drafter: str, rows: IntArray, depth: IntArray, rank: IntArray, gap: FloatArray, accepted: BoolArray
     ) -> None:
-        """Learn from M tested nodes, whose parents were accepted. A call has a fixed cost, so batch several steps."""
+        """Learn from M nodes whose parents were accepted. A call has a fixed cost, so pass several steps at once."""
         if not len(rows):
             return
         book = self._book(drafter)
@@ -139,7 +139,7 @@ class AcceptanceModel:
             book.forget(row)
 
     def learnt(self, row: int) -> tuple[tuple[str, float, float], ...]:
-        """Return the shift and precision learnt for a row's sequence, per drafter."""
+        """Return (drafter, shift in log-odds, its precision) learnt from a row's sequence."""
         books = ((name, book) for name, book in self._books.items() if row < len(book.shift))
         return tuple((name, float(book.shift[row]), float(book.precision[row])) for name, book in books)
 
@@ -173,7 +173,7 @@ class AcceptanceModel:
 
 
 def _group_and_fine(depth: IntArray, rank: IntArray, gap: FloatArray) -> tuple[Indices, Indices]:
-    """Return the index of (depth, rank) and of the gap in the fine table, even for NaN."""
+    """Return each node's index of (depth, rank), and of its gap in steps of 1/8 (NaN: the last)."""
     group = (np.minimum(depth, _DEPTHS) - 1) * _RANKS + np.minimum(rank, _RANKS - 1)
     fine = np.fmax(np.fmin(gap * np.float32(_FINE_PER_UNIT), np.float32(_FINE - 1)), np.float32(0.0))
     return group.astype(np.int64), fine.astype(np.int64)

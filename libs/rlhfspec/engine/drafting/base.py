@@ -67,7 +67,7 @@ class DraftBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forest:
-    """Trees of all sequences as flat arrays of M nodes, parents first. No child is likelier than its parent."""
+    """Trees of all sequences as flat arrays of M nodes, parents first. `path_acceptance` never grows downwards."""
 
     sequence: IntArray  # [M] index into the DraftBatch
     parent: IntArray  # [M] index of the parent node, -1 = the sequence's last token
@@ -116,7 +116,7 @@ class Acceptance(Protocol):
 
 class LevelRule(Protocol):
     def go_on(self, *, frontier_acceptance: FloatArray, num_rows: int, level: int) -> bool:
-        """Return whether to draft `level` (>= 2). `frontier_acceptance`: path acceptance of the nodes to expand."""
+        """Return whether to draft level `level` (>= 2) by expanding nodes with this `path_acceptance`."""
         ...
 
 
@@ -138,11 +138,11 @@ class Drafter(Protocol):
         ...
 
     def forget(self, row: int) -> None:
-        """Forget the sequence that left the row."""
+        """Drop the state of the row's sequence."""
         ...
 
     def reset(self) -> None:
-        """Drop everything that depends on the weights."""
+        """Drop everything that depends on the old weights."""
         ...
 
 

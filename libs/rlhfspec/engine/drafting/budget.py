@@ -16,7 +16,7 @@ _LEAST_WEIGHT, _MOST_WEIGHT = 0.25, 4.0  # for sequences with much less or more 
 
 
 def best_nodes(path_acceptance: FloatArray, num_nodes: int, ranked: FloatArray | None = None) -> IntArray:
-    """Return ascending indices of the best `num_nodes` (ties: the first). `ranked`: the values in descending order.
+    """Return ascending indices of the `num_nodes` largest (ties: the first). `ranked`: the values, if already sorted.
 
     >>> best_nodes(np.array([0.9, 0.5, 0.5, 0.8], np.float32), 3).tolist()
     [0, 1, 3]
@@ -33,7 +33,7 @@ def best_nodes(path_acceptance: FloatArray, num_nodes: int, ranked: FloatArray |
 
 
 def worth_by_room(forest: Forest, room: IntArray) -> FloatArray:
-    """Weight nodes' acceptance by their sequences' room, so that sequences end together and batches stay large."""
+    """Return path acceptance weighted by each sequence's `room` (tokens still to come), so that all end together."""
     mean = room.mean() if len(room) else 0.0
     if mean <= 0.0 or (room == room[0]).all():
         return forest.path_acceptance
@@ -49,7 +49,7 @@ def descending(values: FloatArray) -> FloatArray:
 
 @lru_cache(maxsize=4096)
 def budgets(limit: int) -> npt.NDArray[np.int64]:
-    """Return the node counts to evaluate: all up to `limit`, or an even grid if there are many.
+    """Return the numbers of nodes to compare: all up to `limit`, or an even grid if there are many.
 
     >>> budgets(5).tolist(), len(budgets(900))
     ([0, 1, 2, 3, 4, 5], 49)

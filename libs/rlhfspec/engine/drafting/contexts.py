@@ -1,6 +1,6 @@
 """Index of the tokens that followed contexts of 16, 8, 4 and 2 tokens in growing texts.
 
-Probability that a longer context leaves is distributed by the next shorter one. A hash collision only costs speed.
+A longer context's probability of unseen tokens goes to the next shorter one. A hash collision only costs speed.
 
 >>> index = ContextIndex()
 >>> index.add((1, 2, 3, 1, 2, 3, 1, 2), start=0)
@@ -36,7 +36,7 @@ _ALONE = {order: _alone(order) for order in ORDERS}
 
 
 class ContextIndex:
-    """Counts of continuations. Beyond `max_contexts` the older half is dropped."""
+    """Counts of next tokens by context. Beyond `max_contexts` the older half is dropped."""
 
     def __init__(self, max_contexts: int = 1 << 17) -> None:
         self._max_contexts = max_contexts

@@ -1,9 +1,9 @@
-"""Cost model of a step: curves by kind and rows, measured at start-up and corrected by a factor at every step.
+"""Cost model of a step: seconds by kind of work and rows, measured at start-up and rescaled at every step.
 
 Kinds of cost:
 
     target             one forward of the target over `rows` tokens (and the context that attention reads)
-    draft-first:NAME   a proposal's first level: a row per sequence, and per token to catch up with
+    draft-first:NAME   a draft's first level: a row per sequence, and per token the draft model has yet to run
     draft:NAME         one further level that expands `rows` nodes
     host:NAME          the rest of a step with `rows` sequences (host:plain without a draft)
 """
@@ -40,7 +40,7 @@ def host_kind(drafter: str | None) -> str:
 
 
 class CostTable:
-    """Piecewise linear seconds by rows, times `factor`, which tracks the ratio of real to predicted time."""
+    """Piecewise linear function from rows to seconds, times `factor`, which tracks real over predicted time."""
 
     __slots__ = ("factor", "knots", "num_seen", "per_kv", "rows")
 
@@ -113,7 +113,7 @@ class CostModel:
         repetitions: int = 3,
         kv_tokens_per_row: int = 0,
     ) -> CostModel:
-        """Measure target and drafters over a grid of rows: the convex minimum of interleaved repetitions.
+        """Time target and drafters over a grid of rows, and fit a convex curve to the fastest repetitions.
 
         `kv_tokens_per_row` adds a long context, to measure the cost of a context token.
         """
@@ -134,7 +134,7 @@ class CostModel:
         return cls(tables)
 
     def table(self, kind: str, *, keep: bool = True) -> CostTable:
-        """Return the table of a kind. An unmeasured one is guessed, and with `keep` stored."""
+        """Return the cost table of a kind. An unmeasured one is guessed, and stored if `keep`."""
         if kind not in self.tables:
             family = kind.partition(":")[0]
             if family not in _GUESSES:

@@ -34,7 +34,7 @@ def static_grid(drafters: Iterable[str]) -> dict[str, DraftPlan]:
 
 
 class FixedSelector:
-    """Selector that always uses one plan, keeping all nodes or the batch's best `plan.max_nodes` per sequence."""
+    """Selector of one fixed plan. `plan.max_nodes` per sequence is pooled: the best nodes of the whole batch."""
 
     def __init__(
         self, plan: DraftPlan, *, costs: CostModel | None = None, acceptance: AcceptanceModel | None = None

@@ -1,4 +1,4 @@
-"""Level rule that continues a draft while another level is worth its time."""
+"""Rule that drafts another level while its expected tokens are worth its time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEVELS_AHEAD = (1, 2, 4)  # evaluated together: costs have steps that one level 
 
 @dataclass(frozen=True, slots=True)
 class LevelTerms:
-    """Inputs of a PayingLevel."""
+    """Costs and expectations that a PayingLevel compares."""
 
     target: CostTable
     level: CostTable

@@ -36,7 +36,7 @@ class DraftRows:
 
 @dataclass(frozen=True, slots=True)
 class Expanded:
-    """Nodes run through the draft model, level by level; accepted ones keep their KV."""
+    """Nodes that the draft model ran, level by level, so that accepted ones can keep their KV."""
 
     nodes: IntArray  # [4, E] sequence, parent (in the level above, -1 = root), token, place in the row's slot table
     level_rows: npt.NDArray[np.int64]  # [levels]
@@ -60,7 +60,7 @@ class DraftEngine(Protocol):
 
     @property
     def slots(self) -> IntArray:
-        """Return the draft's slot table [R, L]."""
+        """Return the slot table [R, L] of the draft's KV."""
         ...
 
     @property
@@ -72,13 +72,16 @@ class DraftEngine(Protocol):
         ...
 
     def candidates(self, rows: DraftRows, k: int) -> tuple[IntArray, FloatArray]:
-        """Run the rows and return the best k tokens and perturbed scores [n, k] of `logit_rows`."""
+        """Run the rows; return the best k tokens after each of `logit_rows`, and their perturbed scores [n, k]."""
         ...
 
     def grow(
         self, batch: DraftBatch, plan: DraftPlan, roots: Roots, curves: tuple[Floats, Floats], terms: LevelTerms | None
     ) -> GrownTrees | None:
-        """Run all levels in one native call (without `terms`: unconditionally), or return None if unsupported."""
+        """Draft all levels in one native call, or return None if unsupported.
+
+        With `terms`, levels must pay (see PayingLevel). `curves` are from `AcceptanceModel.curves`.
+        """
         ...
 
     def keep(self, batch: DraftBatch, expanded: Expanded, new_lengths: IntArray) -> bool:
@@ -117,7 +120,7 @@ class ModelDrafter:
     def _grow_at_once(
         self, batch: DraftBatch, plan: DraftPlan, roots: Roots, acceptance: Acceptance, rule: LevelRule
     ) -> GrownTrees | None:
-        """Grow in one native call, or return None if acceptance or rule need Python."""
+        """Draft in one native call, or return None if unsupported or if `acceptance` or `rule` need Python."""
         if not (isinstance(acceptance, AcceptanceModel) and isinstance(rule, Always | PayingLevel)):
             return None
         terms = rule.terms if isinstance(rule, PayingLevel) else None
@@ -173,7 +176,7 @@ class ModelDrafter:
 def grow(
     engine: DraftEngine, batch: DraftBatch, plan: DraftPlan, roots: Roots, acceptance: Acceptance, rule: LevelRule
 ) -> GrownTrees:
-    """Grow the trees level by level, as the reference for `DraftEngine.grow`."""
+    """Draft the trees level by level in Python, the reference for `DraftEngine.grow`."""
     tree = _Tree(batch, plan, acceptance, engine.slots, engine.capacity)
     tree.add_children(roots.sequence, np.full(len(roots.sequence), -1, np.int32), roots.tokens, roots.scores)
     for level in range(2, plan.depth + 1):
@@ -192,7 +195,7 @@ def grow(
 def keep_drafted(
     batch: DraftBatch, expanded: Expanded, new_lengths: IntArray, slots: IntArray, cached: IntArray
 ) -> None:
-    """Keep the draft KV of accepted nodes by swapping slot table entries."""
+    """Keep the draft KV of accepted nodes by swapping slot table entries, and update `cached`."""
     alive = np.empty(0, np.bool_)
     ends = np.cumsum(expanded.level_rows)
     for level, nodes in enumerate(np.split(expanded.nodes, ends[:-1], axis=1)):
@@ -228,7 +231,10 @@ class _Tree:
         self._frontier: IntArray = np.empty(0, np.int32)  # nodes expanded last
 
     def add_children(self, sequence: IntArray, parent: IntArray, tokens: IntArray, scores: FloatArray) -> None:
-        """Add candidates tokens/scores [n, k] of n parents (indices of the level above, -1 = root), `branch` each."""
+        """Add the next level: the best `plan.branch` of each parent's k candidates (tokens, scores [n, k]).
+
+        A parent is a node's index in the level above, or -1 for a root.
+        """
         n = len(tokens)
         finite = np.where(tokens >= 0, scores, _NO_CANDIDATE)  # fewer tokens than k, or NaN from the draft
         best = finite[:, :1]
@@ -321,12 +327,12 @@ class _Tree:
 
 
 def _num_candidates(plan: DraftPlan) -> int:
-    """Return the number of candidates: at least 2, because the best one's lead predicts acceptance."""
+    """Return the number of candidates per node: at least 2, for the best one's lead."""
     return max(plan.branch, 2)
 
 
 def _index_within(sequence: npt.NDArray[np.generic], num_sequences: int) -> IntArray:
-    """Return 0, 1, 2, ... among equal values of a sorted array.
+    """Return each element's index among equal values of a sorted array.
 
     >>> _index_within(np.array([0, 0, 2, 2, 2]), 3).tolist()
     [0, 1, 0, 1, 2]

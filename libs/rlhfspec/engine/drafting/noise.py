@@ -23,7 +23,7 @@ _MOST_LANES = 128  # longer numbers leave the fastest cache
 
 
 def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Return the random words of one counter; reference for the lanes below."""
+    """Return the four random words of one counter; reference for the lanes below."""
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(_ROUNDS):
         product0, product1 = _M0 * c0, _M1 * c2
@@ -33,7 +33,7 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
 
 
 def gumbel(seed: int, position: int, token: int) -> float:
-    """Return the noise of one token; reference for `gumbels`."""
+    """Return the Gumbel noise of one token; reference for `gumbels`."""
     word = philox((token // 4, position, 0, 0), (seed & _WORD, seed >> 32))[token % 4]
     return -math.log(-math.log1p(-(word + 0.5) / 2**32))
 

@@ -1,4 +1,4 @@
-"""Buffer of several steps' outcomes, because one numpy call for all is cheaper."""
+"""Buffer of several steps' outcomes, learnt together because one numpy call is cheaper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Expected tokens per second of every plan: corrected predictions from its last forests, over predicted costs."""
+"""Expected tokens per second of every plan: predicted accepted tokens of its last drafts, over predicted costs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHORTEST_WAIT = 8  # steps between such trials
 
 
 def default_plans(drafters: Iterable[str]) -> tuple[DraftPlan, ...]:
-    """Return few, deep plans: the level rule stops early and the budget prunes."""
+    """Return few, deep plans, since a level rule and a node budget shorten them."""
     return PLAIN, *(DraftPlan(drafter=name, **shape._asdict()) for name in drafters for shape in DRAFTERS[name].shapes)
 
 
@@ -108,7 +108,7 @@ class DraftOutlook:
         self.best_rate = self.rates[self.best]
 
     def trial(self, step: int) -> DraftPlan | None:
-        """Return an unused plan that is due for a trial, or None. Costly trials are rarer."""
+        """Return a plan other than the best that is due for a trial, or None. Slower plans are tried less."""
         for plan, rate in self.rates.items():
             if plan in (PLAIN, self.best):
                 continue
@@ -128,7 +128,7 @@ class DraftOutlook:
         return self._of[plan].success
 
     def learn_forest(self, plan: DraftPlan, forest: Forest, num_sequences: int) -> None:
-        """Learn from a proposed forest. Well-known plans learn from one in four, because sorting takes time."""
+        """Learn a plan's expected tokens from a draft; after some uses only from one in four, to save time."""
         prospect = self._of.get(plan)
         if prospect is not None and (prospect.num_used <= _EARLY_USES or prospect.num_used % _LEARN_EVERY == 0):
             prospect.learn(forest, num_sequences)

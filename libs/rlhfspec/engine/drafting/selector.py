@@ -59,7 +59,10 @@ class AdaptiveSelector:
         return self._rule
 
     def budget(self, plan: DraftPlan, state: BatchState, forest: Forest, draft_seconds: float) -> DraftChoice:
-        """Keep the best N nodes, maximizing (B + S(N)) / (draft + host + target(B + prefill + N) - target(prefill))."""
+        """Keep the best N nodes, with S(N) expected accepted tokens, where N maximizes tokens per second.
+
+        (B + S(N)) / (draft + host + target(B + prefill + N) - target(prefill))
+        """
         started = perf_counter()
         num_sequences = len(state.rows)
         rows = num_sequences + state.num_prefill_rows
@@ -149,5 +152,5 @@ class AdaptiveSelector:
 
 
 def _is_telling(state: BatchState) -> bool:
-    """Return False if most sequences are about to end, which cuts their trees short."""
+    """Return whether a step can be learnt from: not if most sequences are about to end."""
     return bool(2 * np.count_nonzero(state.room > _ENDING) > len(state.rows))

@@ -1,4 +1,4 @@
-"""Drafting without a model: continuations of matching suffixes in the prompt group and in earlier rollouts."""
+"""Drafting without a model: tokens that followed the same context in the prompt group or in earlier rollouts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _Node = tuple[int, int, tuple[int, ...], float]
 
 @dataclass(slots=True)
 class _Group:
-    """Index shared by the samples of one prompt. It outlives its members for a while."""
+    """Context index shared by the samples of one prompt. Some groups without samples are kept."""
 
     key: _GroupKey
     index: ContextIndex
@@ -60,7 +60,7 @@ class _Wanted:
 
 
 class SuffixDrafter:
-    """Drafter that looks up suffixes, expanding the `plan.width * B` likeliest nodes of each level."""
+    """Drafter that looks up the last tokens, expanding the `plan.width * B` likeliest nodes of each level."""
 
     name = "suffix"
 
@@ -110,7 +110,7 @@ class SuffixDrafter:
             self._sequences[row].length = length
 
     def reset(self) -> None:
-        """Keep the index, because text of older weights is still a good guess."""
+        """Keep the index, because text generated with older weights still predicts well."""
 
     def clear(self) -> None:
         for key in self._idle:
@@ -207,7 +207,7 @@ class _Draft:
         return next_frontier
 
     def _find_children(self, frontier: list[_Node], level: int) -> None:
-        """Compute the children of all frontier nodes, drawing new noise in one call."""
+        """Find the children of all frontier nodes, drawing new noise in one call."""
         new = []
         seeds: list[int] = []
         positions: list[int] = []
@@ -252,7 +252,7 @@ class _Draft:
 
 
 def _children(tokens: tuple[int, ...], scores: Sequence[float], log_rest: float) -> list[_Child]:
-    """Return the best candidates under the noise. Unseen tokens compete too, which bounds the best one's lead.
+    """Return the best candidates as (token, gap, chance). Unseen tokens (`log_rest`) compete for the best one's gap.
 
     >>> [(token, round(gap, 2)) for token, gap, _ in _children((5, 6), (-2.0, -0.5), -1.5)]
     [(6, 1.0), (5, 1.5)]

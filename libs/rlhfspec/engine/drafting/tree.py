@@ -19,7 +19,10 @@ class Walk:
 
 
 def accept(forest: Forest, num_sequences: int, root_choice: IntArray, node_choice: IntArray) -> Walk:
-    """Follow the target's choices: `root_choice[b]` after sequence b's last token, `node_choice[m]` after node m."""
+    """Follow the target's choices down each tree, and return the accepted paths.
+
+    `root_choice[b]` is its token after sequence b's last one, `node_choice[m]` its token after node m.
+    """
     accepted = np.zeros(forest.size, np.bool_)
     reached = np.zeros(forest.size, np.bool_)
     depth = int(forest.depth.max()) if forest.size else 0

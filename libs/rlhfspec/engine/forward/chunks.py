@@ -38,7 +38,7 @@ class Chunks:
 
     @classmethod
     def of(cls, meta: AttentionMeta, *, least_rows: int, most_keys: int) -> Chunks | None:
-        """Return the runs from the first long one on; None if none is long, a tree follows, or keys are too many."""
+        """Return the runs from the first long one on; None without one, if a tree follows, or beyond `most_keys`."""
         rows, context, slots, extra = (
             np.asarray(each) for each in (meta.table_rows, meta.context_lens, meta.slots, meta.extra)
         )
@@ -93,7 +93,7 @@ class ChunkedMeta(AttentionMeta):
         return self._before
 
     def seen(self, window: int | None) -> _Seen:
-        """Return the visible keys under `window` without waiting for the device."""
+        """Return the slots of the keys in each chunk's window, without waiting for the device."""
         if window not in self._seen:
             hidden = _hidden(self.chunks.starts, self.chunks.lengths, window)
             counts = self.chunks.lengths - hidden
@@ -109,7 +109,7 @@ class ChunkedMeta(AttentionMeta):
 
 
 def _hidden(starts: Any, lengths: Any, window: int | None) -> Any:
-    """Return, for each chunk, the number of leading positions that none of its rows sees."""
+    """Return, per chunk, the number of leading positions before the sliding windows of all its rows."""
     if window is None:
         return 0 * lengths
     return (lengths - (starts[1:] - starts[:-1]) + 1 - window).clip(0)
@@ -119,7 +119,7 @@ def chunk_attention(
     query: Tensor, key: Tensor, value: Tensor, kv: Tensor, layer: int, meta: ChunkedMeta,
     *, scale: float, sliding_window: int | None, split: int,
 ) -> Tensor:  # fmt: skip
-    """Run `tree_attention`, with FlashAttention for the chunks."""
+    """Run FlashAttention for the chunks, and `tree_attention` for the rows before."""
     first, block_size = meta.chunks.first_row, kv.shape[3]
     numbers = kv.view(-1, *kv.shape[4:])  # [blocks x layers x 2 x block size, Hkv, D]
 
@@ -148,7 +148,7 @@ def chunk_attention(
 
 
 def why_ours(spec: AttentionSpec, kv: Tensor) -> str:
-    """Return why FlashAttention cannot run this attention's chunks, or an empty string.
+    """Return why our kernel, not FlashAttention, must run these chunks, or an empty string.
 
     FlashAttention must support the attention and agree with `tree_attention` on two test chunks.
     """
@@ -181,7 +181,7 @@ def why_ours(spec: AttentionSpec, kv: Tensor) -> str:
 
 
 def told(reasons: Sequence[str]) -> str:
-    """Describe what runs prompt chunks, given each attention's reason against FlashAttention.
+    """Describe which kernel runs prompt chunks, given each layer's reason against FlashAttention.
 
     >>> told(["", "FlashAttention knows no chunked attention"])
     'varlen_attn in 1 of 2 layers; FlashAttention knows no chunked attention'

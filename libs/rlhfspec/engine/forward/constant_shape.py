@@ -35,7 +35,7 @@ def parts(
 
 
 def rows_of(wanted: IndexArray, num_rows: int = ROWS) -> Iterator[tuple[IndexArray, int]]:
-    """Yield the padded rows of each logits call, and the number of wanted ones among them."""
+    """Yield parts of `wanted`, padded to `num_rows`, and each part's number of wanted rows."""
     for first in range(0, len(wanted), num_rows):
         part = wanted[first : first + num_rows]
         yield _filled(part, 0, num_rows), len(part)

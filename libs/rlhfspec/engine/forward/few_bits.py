@@ -1,4 +1,4 @@
-"""Quantised copy of the policy that drafts for it, over the policy's own KV."""
+"""Quantised copy of the policy that drafts for it, reading the policy's own KV cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlhfspec.kernels.linear import PackedGatedMLP, PackedLinear
 
 
 class FewBits:
-    """8-bit copy of a model that shares all but its matrices, with a runner over the model's KV."""
+    """8-bit copy of a model's matrices, sharing everything else and the KV cache, with a runner of its own."""
 
     def __init__(self, runner: ModelRunner, *, is_optional: bool) -> None:
         self.is_optional = is_optional  # dropped where start-up costs say that it does not pay

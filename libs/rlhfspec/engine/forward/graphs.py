@@ -35,7 +35,7 @@ class GraphedForward:
         self._tables: dict[tuple[int, ...], torch.Tensor] = {}  # by shape: one for all graphs
 
     def __call__(self, tokens: IndexArray, positions: IndexArray, meta: AttentionMeta) -> torch.Tensor | None:
-        """Return hidden states [1, bucket, hidden], valid in the first N rows; None if no bucket is large enough."""
+        """Return hidden states [1, bucket, hidden] of N tokens, valid in the first N rows; None if N is too large."""
         rows, depth = len(tokens), meta.extra.shape[1]
         if rows > ROW_BUCKETS[-1] or depth > EXTRA_BUCKETS[-1]:
             return None
@@ -46,7 +46,7 @@ class GraphedForward:
         return captured.replay()
 
     def record(self, slot_table: IndexArray, *, rows: tuple[int, int], depth: int) -> None:
-        """Capture all shapes for `rows` (fewest, most) and trees up to `depth`, largest first to reuse memory."""
+        """Capture all row buckets of `rows` (fewest, most) and trees up to `depth`, largest first to reuse memory."""
         first, last = (bisect_left(ROW_BUCKETS, count) for count in rows)
         for bucket in reversed(ROW_BUCKETS[first : last + 1]):
             for width in reversed(EXTRA_BUCKETS[: bisect_left(EXTRA_BUCKETS, depth) + 1]):

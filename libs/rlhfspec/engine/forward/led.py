@@ -48,7 +48,7 @@ class Others:
     def forward(
         self, tokens: IndexArray, positions: IndexArray, meta: AttentionMeta, logit_rows: IndexArray, graphed: bool
     ) -> None:
-        """Run a forward on the other ranks, sending only the slot table entries it reads."""
+        """Start a forward on the other ranks, sending them only the slot table entries that it reads."""
         rows = np.unique(meta.table_rows)
         width = int(np.max(np.asarray(meta.context_lens), initial=0))
         arrays = {
@@ -63,7 +63,7 @@ class Others:
         self._group.command(LedCommand.COPY, source=_tensor(source), target=_tensor(target))
 
     def read(self, slots: IntArray, out: Bytes, read_own: Callable[[IntArray, Bytes], None]) -> None:
-        """Read the KV of slots into `out` [n, bytes per position], the ranks' parts in order."""
+        """Read the KV of slots into `out` [n, bytes per position] in rank order; `read_own` reads rank 0's part."""
         self._group.command(LedCommand.READ, slots=_tensor(slots))
         parts = _parts_of(out, self.num_processes)
         read_own(slots, own := np.empty(parts[0].shape, np.uint8))
@@ -144,7 +144,7 @@ class _Follower:
 
 
 def _parts_of(kv: Bytes, num_processes: int) -> Bytes:
-    """Return KV [n, bytes per position] as a view by rank: [ranks, n, bytes per position of one]."""
+    """Return a view by rank of KV [n, bytes per position]: [ranks, n, bytes per position in one rank]."""
     parts: Bytes = kv.reshape(len(kv), num_processes, -1).swapaxes(0, 1)
     return parts
 

@@ -26,7 +26,7 @@ _TREE_NODES = 16  # per row, when all rows have some
 
 
 def least(config: EngineConfig) -> EngineConfig:
-    """Return the configuration with KV for one sequence, enough to check a model."""
+    """Return the configuration with KV for one sequence, to check a model, if the device decides the size."""
     if config.kv_cache_tokens is not None or not is_measured(torch.device(config.device)):
         return config
     return config.holding(config.table_width // config.block_size)
@@ -61,7 +61,7 @@ def sized(config: EngineConfig, runners: Sequence[ModelRunner], group: Ranks | N
 
 @torch.inference_mode()
 def _forward_bytes(runner: ModelRunner, config: EngineConfig) -> int:
-    """Return the bytes of the largest step beside weights and KV: a prefill chunk and all rows' trees."""
+    """Measure temporary bytes of the largest step: a prefill chunk and all rows' trees."""
     num_logits = config.max_sequences * (1 + min(config.tree_slots, _TREE_NODES))
     rows = config.prefill_chunk + num_logits
     nothing, index = np.zeros(rows, np.int32), np.arange(num_logits, dtype=np.int32)

@@ -42,7 +42,7 @@ def load_state(path: str | Path, *, drafter: str | Path | None, options: dict[st
 def make_state(
     model: Any, config: EngineConfig, *, draft: Any = None, tokenizer: Any = None, group: Ranks | None = None
 ) -> EngineState:
-    """Build the engine state of Hugging Face models, modifying them in place; `draft` may be "self" or "auto".
+    """Build the engine state of Hugging Face models, modified in place; `draft`: a model, "self" or "auto".
 
     `group`: ranks that share the target, of which this is rank 0; only rank 0 holds the draft.
     """
@@ -89,7 +89,7 @@ def _student(draft: Any, config: EngineConfig) -> Student | None:
 
 
 def follow_engine(model: Any, config: EngineConfig, group: Ranks) -> None:
-    """Serve this rank's part of the model until rank 0's engine closes."""
+    """Run rank 0's commands on this rank's part of the model until its engine closes."""
     _, [runner] = make_runners(model, config, None, group)
     follow(runner, group)
 

@@ -55,7 +55,7 @@ def record(state: EngineState) -> None:
 
 
 def _time_forward(runner: ModelRunner, rows: int, context: int, table_shape: tuple[int, ...], *, draft: bool) -> float:
-    """Return the seconds of one forward of `rows` sequences with sampling; on a device, of the second run."""
+    """Time one forward with sampling of `rows` sequences of `context` tokens; on a device, the second of two."""
     device = runner.config.device
     if device.type == "cpu" or runner.others is not None:
         return _time_once(runner, rows, context, _slot_table(runner, (rows, context), context), draft=draft)

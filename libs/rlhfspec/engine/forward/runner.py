@@ -144,12 +144,12 @@ class ModelRunner:
 
     @property
     def is_row_invariant(self) -> bool:
-        """Return whether a row's bits never depend on the other rows."""
+        """Return whether a row's result is bitwise independent of the other rows."""
         return bool(self.config.exact_rows) or (self.config.device.type == "cpu" and self.config.arithmetic != "torch")
 
     @cached_property
     def architecture(self) -> str:
-        """Return a digest of shapes, attention, types and arithmetic, without the weights."""
+        """Return a digest of shapes, attention, dtypes and arithmetic, without the weights."""
         arithmetic = f"{self.config.arithmetic}, exact" if self.config.exact_rows else self.config.arithmetic
         parts = (self.config.dtype, self.activation_dtype, arithmetic, self.config.attention_split,
                  self.attentions, type(self.fused.model).__name__, self.fused.shapes)  # fmt: skip
@@ -184,7 +184,7 @@ class ModelRunner:
             self._graphs.record(slot_table, rows=rows, depth=depth)
 
     def fingerprint(self) -> str:
-        """Return a digest of weights, configuration and arithmetic, which must match for KV moves."""
+        """Return a digest of weights, configuration and arithmetic; KV moves only between equal ones."""
         if not self._digest:
             total = hashlib.blake2b(self.architecture.encode(), digest_size=16)
             for each in checksums(list(self.fused.held())):
@@ -275,7 +275,7 @@ class ModelRunner:
             unpack_from(kv, self.kv, slots)
 
     def native_decoder(self) -> NativeDecoder | None:
-        """Return the one-call native decoder, or None if unsupported."""
+        """Return the native decoder, which runs a forward in one call, or None if unsupported."""
         is_cut = cut_of(self.fused.model) is not None
         if self.config.exact_rows or not self.is_row_invariant or is_cut:
             return None
@@ -293,7 +293,7 @@ class ModelRunner:
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float,
                sinks: torch.Tensor | None) -> torch.Tensor:  # fmt: skip
-        """Run the forward's next attention: query [1, H, N, Dk], key, value [1, Hkv, N, .] -> [1, N, H, Dv]."""
+        """Run the next attention layer: query [1, H, N, Dk], key and value [1, Hkv, N, .] -> [1, N, H, Dv]."""
         assert self._active is not None
         spec, (heads, dim) = next(self._coming), self.kv_shape[2:]
         query, key, value = (
@@ -315,7 +315,7 @@ class ModelRunner:
         return out[None, ..., : spec.value_dim].contiguous()
 
     def _why_own_kernel(self) -> list[str]:
-        """Return each attention's reason against FlashAttention (empty: none); an empty list on a CPU."""
+        """Return, per attention layer, why FlashAttention cannot run it (empty: it can); an empty list on a CPU."""
         if self.config.device.type == "cpu":
             return []
         if self.config.exact_rows:

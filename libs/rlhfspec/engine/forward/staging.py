@@ -29,7 +29,7 @@ class Staging:
         self._taken: Any = None  # event: the device has read the buffer
 
     def up(self, arrays: Mapping[str, Array]) -> dict[str, Tensor]:
-        """Copy arrays to the device as tensors; unsigned numbers keep their bits."""
+        """Copy arrays to the device as tensors; unsigned integers become signed, with equal bits."""
         ends = np.cumsum([-(-array.nbytes // _ALIGNED) * _ALIGNED for array in arrays.values()]).tolist()
         host = self._room(ends[-1])
         memory = host.numpy()

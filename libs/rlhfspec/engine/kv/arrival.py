@@ -49,7 +49,7 @@ def check_weights(manifest: Manifest, state: EngineState) -> None:
 
 
 def check_range(kv: KVRange, manifest: Manifest, spaces: SequenceOf[KVSpace | None], num_tokens: int) -> None:
-    """Check a KV range, which must leave at least one token without KV to run for the next token's logits."""
+    """Check a KV range, which must end before `num_tokens`: the last token has to run for logits."""
     check_type("kv", kv, KVRange)
     _same("request_id", kv.request_id, manifest.request.id)
     check_watermark(kv.start, manifest.epoch, len(spaces))

@@ -35,7 +35,7 @@ class Prefix:
 
     @classmethod
     def of(cls, tokens: tuple[int, ...], block_size: int) -> Prefix:
-        """Hash the shareable tokens of a prompt by block.
+        """Hash all but the last prompt token by block.
 
         >>> prefix = Prefix.of(tuple(range(40)), block_size=16)
         >>> len(prefix.hashes), prefix.num_tail, prefix.num_tokens
@@ -55,7 +55,7 @@ class Prefix:
 
 @dataclass(slots=True)
 class BlockPool:
-    """Pool of reference-counted blocks. Unowned prompt blocks are kept for reuse and allocated last (LRU)."""
+    """Pool of reference-counted blocks. Unowned prompt blocks are kept for reuse until no other is free (LRU)."""
 
     num_blocks: int
     block_size: int
@@ -99,7 +99,7 @@ class BlockPool:
             self.kept[block] = None
 
     def release(self, blocks: list[int], filled: BoolArray) -> None:
-        """Release blocks, a prompt's end before its beginning; `filled` [num_blocks] marks valid KV."""
+        """Release a sequence's blocks, last first; `filled` [num_blocks] marks valid KV."""
         for block in reversed(blocks):
             self.references[block] -= 1
             if self.references[block] == 0:
@@ -166,7 +166,10 @@ class SlotTable:
         self.capacity[row] = 0
 
     def keep_path(self, rows: IntArray, position: IntArray, held_at: IntArray) -> None:
-        """Swap the slots at `position[i] <= held_at[i]` of `rows[i]`, one pair per row, shallow levels first."""
+        """Swap the slots at `position[i]` and `held_at[i]` of `rows[i]`, to move accepted KV to its position.
+
+        `held_at[i] >= position[i]`. Rows are distinct; call it once per tree level, from the root down.
+        """
         kept = self.slots[rows, held_at]
         self.slots[rows, held_at] = self.slots[rows, position]
         self.slots[rows, position] = kept
@@ -178,7 +181,7 @@ class SlotTable:
             self._changed.append(rows.astype(np.int64) * self.slots.shape[1] + places)
 
     def take_changed(self) -> tuple[IntArray, IntArray]:
-        """Return flat indices and values of the entries changed since the last call, at first of all entries."""
+        """Return flat indices and values of entries changed since the last call; the first call returns all."""
         if self._changed is None:
             self._changed = [np.arange(self.slots.size)]
         places = np.unique(np.concatenate(self._changed)) if self._changed else np.empty(0, np.int64)
@@ -236,7 +239,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def check_blocks(pool: BlockPool, owned: list[list[int]], filled: BoolArray) -> None:
-    """Raise AssertionError unless every block is free, kept or owned and all reference counts match."""
+    """Raise AssertionError unless every block is free, kept or in `owned` (per sequence), and counts match."""
     references = np.zeros(pool.num_blocks, np.int32)
     for blocks in owned:
         assert len(set(blocks)) == len(blocks), f"a row owns a block twice: {blocks}"

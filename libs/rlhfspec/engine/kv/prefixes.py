@@ -1,4 +1,4 @@
-"""Lookup of prompt prefixes in memory: shared whole blocks, and tails to copy."""
+"""Lookup of prompt prefixes in the KV cache: whole blocks to share, partial ones (tails) to copy."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Prefixes:
             self.pool.register(prefix.tail_hash, sequence.blocks[len(prefix.hashes)])
 
     def tails(self, found: Found) -> list[tuple[KVSpace, int]]:
-        """Return the KV spaces that hold the tail. Call it before allocating blocks, which may evict the tail."""
+        """Return the KV spaces that hold the tail, and its block. Call it before an allocation evicts the tail."""
         if found.tail is None:
             return []
         self.pool.touch(found.tail)

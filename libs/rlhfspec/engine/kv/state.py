@@ -42,7 +42,7 @@ class KVSpace:
         return self.runner.bytes_per_position * (1 if others is None else others.num_processes)
 
     def stage(self, meta: AttentionMeta, **arrays: Any) -> tuple[AttentionMeta, dict[str, Any]]:
-        """Return a forward's inputs, copied to the model's device unless several processes share the model."""
+        """Return `meta` and `arrays`, copied to the model's device unless several processes share the model."""
         if self.runner.config.device.type == "cpu" or self.runner.others is not None:
             return meta, arrays
         indices = {name: getattr(meta, name) for name in ("slots", "table_rows", "context_lens", "extra")}
@@ -68,7 +68,7 @@ class KVSpace:
         self.filled[blocks] = False
 
     def num_filled(self, blocks: list[int]) -> int:
-        """Return the number of leading blocks that hold KV."""
+        """Return how many of the blocks, from the first, hold computed prompt KV."""
         filled = self.filled[blocks]
         return len(blocks) if filled.all() else int(filled.argmin())
 
@@ -77,7 +77,7 @@ class KVSpace:
         self.cached[row] = 0
 
     def rest(self, row: int, num_tokens: int) -> RestingKV:
-        """Return the state for `resume`, without KV of tokens past the sequence's end."""
+        """Return the row's slots and valid KV, up to `num_tokens`, for `resume`."""
         slots = self.table.slots[row, : self.table.capacity[row]].copy()
         return RestingKV(slots, min(int(self.cached[row]), num_tokens))
 
@@ -86,7 +86,7 @@ class KVSpace:
         self.cached[row] = min(resting.num_cached, num_tokens - 1)
 
     def copy_later(self, sequence: Sequence, block: int) -> None:
-        """Schedule a copy of the prompt's tail from this block, before any later write."""
+        """Schedule a copy of the prompt's partial last block from `block`, before any later write."""
         if self.cached[sequence.row] == len(sequence.prefix.hashes) * self.table.block_size:
             self.cached[sequence.row] = sequence.prefix.num_tokens
             self._copied.append((sequence, block))
@@ -122,7 +122,7 @@ class KVSpace:
 
 
 class SharedSpace:
-    """View of the target's KV for a drafter that shares it, writing only after the verified tokens."""
+    """View of the target's KV for a drafter that shares it, and writes only after the verified tokens."""
 
     def __init__(self, target: KVSpace, runner: ModelRunner) -> None:
         self.runner = runner
@@ -133,7 +133,7 @@ class SharedSpace:
 
     @property
     def cached(self) -> IntArray:
-        """Return a copy, because drafted KV is not the target's."""
+        """Return a copy of the target's, because drafted KV does not count there."""
         return self._target.cached.copy()
 
 

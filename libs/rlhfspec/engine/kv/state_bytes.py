@@ -58,7 +58,7 @@ def to_bytes(record: Travels, *, has_kv: bool = True) -> bytes:
 
 
 def from_bytes(data: Buffer, kv: Buffer | None = None) -> Travels:
-    """Read a record; `kv` holds a KVRange's separate, unchecked parts. Raise MalformedRecord or InvalidRequest."""
+    """Read a record; `kv` is a KVRange's separate KV, not verified here. Raise MalformedRecord or InvalidRequest."""
     view = memoryview(data).toreadonly()
     body, checksum = view[: -_CHECKSUM.size], view[-_CHECKSUM.size :]
     if len(checksum) != _CHECKSUM.size or _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body)) != checksum:

@@ -219,7 +219,7 @@ class Moves:
         return sequence
 
     def _spaces(self, manifest: Manifest) -> list[KVSpace | None]:
-        """Return the local KV space for each of the manifest's, or None if its weights differ."""
+        """Return the local KV space of each manifest model (target, draft); None for a draft that differs."""
         ours = dict(zip(range(2), self.state.spaces, strict=False))
         found = [ours.get(index) for index in range(len(manifest.fingerprints))]
         same = zip(found, manifest.fingerprints, strict=True)

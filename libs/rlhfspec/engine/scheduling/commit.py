@@ -18,7 +18,7 @@ from rlhfspec.engine.scheduling.verify import Committed
 
 
 def truncate(rows: RowTable, new: Committed) -> tuple[IntArray, dict[int, FinishReason]]:
-    """Return the number of new tokens to keep, and why rows end: stop token, length, or broken logits."""
+    """Return the number of new tokens to keep per sequence, and why rows end: stop token, length, or broken logits."""
     columns = np.arange(new.tokens.shape[1], dtype=np.int32)
     valid = columns < new.counts[:, None]
     room = rows.limits[new.rows] - rows.lengths[new.rows]
@@ -53,7 +53,10 @@ def append(rows: RowTable, new: Committed, kept: IntArray, version: int) -> None
 
 
 def keep_accepted(state: EngineState, step_rows: StepRows, walk: Walk, node_index: IntArray) -> None:
-    """Put accepted branches into the slot table without copying KV, and advance prompts."""
+    """Move the slots of accepted nodes to their positions in the slot table, and count new KV.
+
+    `node_index` [M] is each node's index within its sequence.
+    """
     decode, space = step_rows.decode_rows, state.target
     lengths = state.rows.lengths[decode]
     for level in range(1, walk.path.shape[1]):
@@ -88,7 +91,7 @@ def count(rows: RowTable, decode_rows: IntArray, forest: Forest, new: Committed,
 
 
 class StepGains(Iterable[Gain]):
-    """Gains of a step, built lazily on iteration."""
+    """Tokens that sequences gained in a step, built on iteration."""
 
     def __init__(self, state: EngineState, new: Committed, kept: IntArray, reasons: Mapping[int, FinishReason]) -> None:
         rows, self._new, self._kept = new.rows.tolist(), new, kept

@@ -23,7 +23,7 @@ _RUNNING_PER_SPARE_BLOCK = 4  # blocks left free at admission, so that a new seq
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRows:
-    """Rows of one step. A decode row has exactly one token without KV; a prefill row gets a chunk."""
+    """Rows of one step: decode rows lack KV of exactly one token; prefill rows lack more, and run a chunk."""
 
     decode_rows: IntArray  # [B]
     prefill_rows: IntArray  # [P]
@@ -84,7 +84,7 @@ class Scheduler:
         self.prefixes.copy_tails()
 
     def _admit(self) -> None:
-        """Admit waiting sequences, passing over those whose prefix a sibling is computing."""
+        """Admit waiting sequences, except those whose prefix another sequence is computing."""
         passed: list[Sequence] = []
         while self.waiting and self.rows.free_rows:
             sequence = self.waiting.popleft()
@@ -132,7 +132,7 @@ class Scheduler:
                     self.preempt(self.running[-1])
 
     def make_tree_room(self, decode_rows: IntArray, slots_wanted: int) -> None:
-        """Add free blocks for tree nodes, dropping cached prompts if necessary but never evicting a sequence."""
+        """Give decode rows up to `slots_wanted` slots for tree nodes from free blocks, never evicting a sequence."""
         table = self.state.target.table
         short = table.capacity[decode_rows] - self.rows.lengths[decode_rows] < slots_wanted
         if not short.any():
@@ -183,7 +183,7 @@ class Scheduler:
         self.waiting.append(longer)
 
     def give_way(self) -> bool:
-        """Free the KV of one sequence without a row. Return False if there is none."""
+        """Free the KV that one sequence keeps without a row. Return False if there is none."""
         holder = next(iter(self._holders), None)
         if holder is not None:
             self._lose_rest(holder)
@@ -200,7 +200,7 @@ class Scheduler:
         self.pool.forget()
 
     def detach(self, sequence: Sequence) -> None:
-        """Stop running a sequence, which keeps row and blocks until others need them."""
+        """Stop running an exported sequence; it keeps row and blocks until others need them."""
         del self.state.sequences[sequence.request.id]
         (self.running if sequence.has_row else self.waiting).remove(sequence)
         self.away[sequence.request.id] = sequence
@@ -214,9 +214,9 @@ class Scheduler:
         by_age(self.running if sequence.has_row else self.waiting, sequence)
 
     def reserve(self, sequence: Sequence, num_tokens: int, *, in_ranges: bool) -> bool:
-        """Reserve a row and blocks for an arriving sequence. Return False if there is no room.
+        """Reserve a row and blocks for a sequence that moves here. Return False if there is no room.
 
-        Prompt blocks that siblings hold are shared; with `in_ranges`, also those still arriving.
+        Prompt blocks of samples of that prompt are shared; with `in_ranges`, also those still arriving.
         """
         shared = self.prefixes.find(sequence).blocks
         num_there = len(shared)
@@ -247,7 +247,7 @@ class Scheduler:
                 self.pool.register(prefix_hash, block)
 
     def keep_promises(self, sequence: Sequence) -> None:
-        """Discard KV from the first promised block that a sibling did not fill."""
+        """Discard KV from the first shared block that another arriving sequence has not filled."""
         for space, num_blocks in zip(self.state.spaces, sequence.num_promised, strict=True):
             filled = space.num_filled(sequence.blocks[:num_blocks])
             if filled < num_blocks:
@@ -284,7 +284,7 @@ class Scheduler:
 
     @property
     def room(self) -> int:
-        """Estimate how many more sequences fit, at the mean size of running ones or at full context."""
+        """Estimate how many more sequences fit, at the mean size of running ones (none: at full context)."""
         whole = self.pool.blocks_for(self.state.config.max_context)
         free = self.num_available
         each = max((self.pool.num_blocks - free) // len(self.running), 1) if self.running else whole
@@ -305,7 +305,7 @@ class Scheduler:
 
     @property
     def _holders(self) -> list[Sequence]:
-        """Return sequences that hold blocks without a row, in the order in which they lose them."""
+        """Return sequences that keep blocks without a row, in eviction order."""
         return [each for each in (*self.staying.values(), *reversed(self.waiting)) if each.resting]
 
     @property
@@ -313,7 +313,7 @@ class Scheduler:
         return len(self.running) // _RUNNING_PER_SPARE_BLOCK
 
     def _has_room(self, sequence: Sequence, num_tokens: int, shared: list[int]) -> bool:
-        """Return whether a sequence sharing these blocks fits, freeing KV of sequences without a row if needed."""
+        """Return whether a sequence sharing these blocks fits; if so, free KV of sequences without a row as needed."""
         need = self.pool.blocks_for(num_tokens + 1) - len(shared) - len(sequence.blocks)
         need = max(need, 0) + self._spare_blocks
         available = self._available
@@ -362,21 +362,21 @@ class Scheduler:
             self._let_go(sequence)
 
     def _let_go(self, sequence: Sequence) -> None:
-        """Release the sequence's KV blocks, and hash its shareable prefix from its prompt again."""
+        """Release a sequence's KV blocks; if `extend` grew its prompt, hash the prefix again."""
         self.pool.release(sequence.blocks, self.state.target.filled)
         sequence.blocks, sequence.num_shared_blocks = [], 0
         if sequence.prefix.num_tokens != len(sequence.request.prompt_token_ids) - 1:
             sequence.prefix = Prefix.of(sequence.request.prompt_token_ids, self.pool.block_size)
 
     def _withdraw_promises(self, sequence: Sequence) -> None:
-        """Withdraw the blocks that the sequence was to fill for siblings."""
+        """Stop sharing the blocks that this arriving sequence was to fill."""
         first = sequence.num_shared_blocks
         for prefix_hash, block in zip(sequence.prefix.hashes[first:], sequence.blocks[first:], strict=False):
             if self.promised.get(prefix_hash) == block:
                 del self.promised[prefix_hash]
 
     def reclaim(self, moving: Iterable[Sequence]) -> bool:
-        """Free the memory of one moving sequence. Return False if there is none."""
+        """Free row and blocks of one of the moving sequences. Return False if none has any."""
         holder = next((sequence for sequence in moving if sequence.has_row), None)
         if holder is not None:
             self._leave_row(holder)

@@ -61,7 +61,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens when the sequence last left its row (while running: `RowTable.lengths`)."""
+        """Return the number of tokens; stale while running (read `RowTable.lengths`)."""
         return len(self.generated.token_ids)
 
     def complete(self, reason: FinishReason, *, error: str = "", text: str | None = None) -> Completion:
@@ -81,7 +81,7 @@ class Sequence:
 
 
 def stats_of(counters: Iterable[int], strategies: Iterable[tuple[str, int]]) -> SequenceStats:
-    """Build statistics from a sequence's counters.
+    """Build statistics from a sequence's counters and (plan, steps) pairs.
 
     >>> stats_of((30, 8, 5, 0, 2), [("suffix", 4), ("plain", 26)]).strategies
     (('plain', 26), ('suffix', 4))

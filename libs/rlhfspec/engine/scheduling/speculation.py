@@ -67,7 +67,7 @@ class Speculator:
         self._selectors: dict[str | DraftPlan, Selector] = {}  # one per mode, which keeps what it learnt
 
     def choose(self, speculation: str | DraftPlan) -> None:
-        """Install the selector of a mode: off, adaptive, a drafter, a static strategy, or a DraftPlan."""
+        """Switch to a mode: off, adaptive, a drafter's name, a static strategy's name, or a DraftPlan."""
         if not self.costs.tables and speculation != OFF:
             if self._may_profile:
                 self.costs = self._profile()
@@ -181,7 +181,7 @@ class Speculator:
         self.acceptance.forget(sequence.row)
 
     def learnt(self, sequence: Sequence) -> tuple[tuple[str, float, float], ...]:
-        """Return the learnt acceptance of one sequence, which moves with it."""
+        """Return `AcceptanceModel.learnt` of one sequence, which moves with it."""
         return self.acceptance.learnt(sequence.row) if sequence.has_row else ()
 
     def take_over(self, sequence: Sequence, learnt: tuple[tuple[str, float, float], ...]) -> None:
@@ -195,7 +195,7 @@ class Speculator:
         self._selectors = {mode: kept for mode, kept in self._selectors.items() if kept is self.selector}
 
     def _fitting(self, forest: Forest, decode_rows: IntArray) -> Forest:
-        """Drop the last nodes of sequences that own too few free slots."""
+        """Drop the last nodes of sequences without enough free slots for them."""
         table = self.state.target.table
         free = table.capacity[decode_rows] - self.state.rows.lengths[decode_rows]
         fits = index_in_sequence(forest, len(decode_rows)) < free[forest.sequence]
@@ -233,7 +233,7 @@ class Speculator:
 
 
 def _pays(costs: CostModel) -> bool:
-    """Return whether a mostly right draft model makes a single sequence faster."""
+    """Return whether drafting for one sequence pays at an assumed high acceptance."""
     target, depths = costs.table(TARGET), np.arange(1, _DEEPEST + 1)
     tokens = 1.0 + (_EXPECTED_ACCEPTANCE**depths).cumsum()
     seconds = target.seconds_array(1 + depths) + depths * costs.table(draft_kind("model")).seconds(1)

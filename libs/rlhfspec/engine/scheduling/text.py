@@ -30,7 +30,7 @@ def decode(tokenizer: Tokenizer | None, token_ids: SequenceOf[int]) -> str | Non
 
 
 def first_stop(tokenizer: Tokenizer, response: IntArray, num_new: int, stops: tuple[str, ...]) -> int | None:
-    """Return the number of the `num_new` last tokens to keep, up to the first that completes a stop string, or None."""
+    """Return how many of the last `num_new` tokens to keep, up to the one completing a stop string, else None."""
     for kept in range(1, num_new + 1):
         text = tokenizer.decode(response[: len(response) - num_new + kept].tolist(), skip_special_tokens=True)
         if any(stop in text for stop in stops):

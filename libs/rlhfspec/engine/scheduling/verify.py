@@ -29,7 +29,7 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyBatch:
-    """Rows of one forward. Logits are computed for roots [B], ends of completed prompts [F], and tree nodes [M]."""
+    """Rows of one forward. Logits are computed for B last tokens, F ends of completed prompts, and M tree nodes."""
 
     tokens: IntArray  # [N]
     positions: IntArray  # [N]
@@ -88,7 +88,7 @@ def lay_out(state: EngineState, schedule: StepRows, forest: Forest, node_index: 
 
 
 def _finishing(rows: RowTable, schedule: StepRows) -> tuple[IntArray, IntArray]:
-    """Return the rows whose chunk completes their tokens, and each chunk's last index among the chunk tokens."""
+    """Return the rows whose prompt is complete, and their last tokens' indices among the chunk tokens."""
     ends = schedule.prefill_starts + schedule.prefill_counts
     complete = ends == rows.lengths[schedule.prefill_rows]
     last_of_chunk = np.cumsum(schedule.prefill_counts) - 1
@@ -96,7 +96,7 @@ def _finishing(rows: RowTable, schedule: StepRows) -> tuple[IntArray, IntArray]:
 
 
 def _ancestor_slots(forest: Forest, node_slots: IntArray, num_committed: int) -> IntArray:
-    """Return the slots [N, D] of each node's drafted ancestors and itself, padded with -1."""
+    """Return the slots [N, D] of each node and its drafted ancestors (committed rows: none), padded with -1."""
     paths = ancestors(forest)  # [M, D]
     extra = np.full((num_committed + forest.size, paths.shape[1]), -1, np.int32)
     if forest.size:
@@ -106,7 +106,7 @@ def _ancestor_slots(forest: Forest, node_slots: IntArray, num_committed: int) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """New tokens of S sequences, up to D+1 each: decoding ones, then those with a completed prompt."""
+    """New tokens of S sequences, up to D+1 each: decoding ones, then those whose prompt is complete."""
 
     rows: IntArray  # [S] table rows
     places: npt.NDArray[np.int64]  # [S, D+1] index among the sampled tokens

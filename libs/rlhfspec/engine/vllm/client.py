@@ -43,7 +43,7 @@ _NOT_FINITE = "logits: the model gave NaN or infinity for this sequence"
 
 
 class VllmEngine:
-    """Engine backed by a vLLM child, which decodes `ahead_seconds` before a reply, or longer without requests."""
+    """Engine backed by a vLLM child, which decodes for `ahead_seconds` per reply, longer without new requests."""
 
     weights_version: int = 0
 
@@ -176,7 +176,7 @@ class VllmEngine:
         return self._report(began, finished, answer, self._num_generated - num_before)
 
     def _ahead(self, *, is_asked: bool) -> float:
-        """Return the seconds to decode before the next reply: few after a request or with stop strings."""
+        """Return the seconds to decode before the next reply, growing while there are no requests."""
         if is_asked or any(each.request.params.stop for each in self._sequences.values()):
             self._next_ahead_seconds = self._ahead_seconds
         seconds = self._next_ahead_seconds

@@ -1,4 +1,4 @@
-"""Audit of a forward's torch functions that make a row's bits depend on other rows."""
+"""Audit of a forward for torch functions that can make a row's bits depend on other rows."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _is_silent: ContextVar[bool] = ContextVar("what runs in this thread is known to 
 
 @contextmanager
 def not_audited() -> Iterator[None]:
-    """Exempt the code inside, which is known to keep rows apart."""
+    """Exempt the code inside from the audit, because its rows are known to be independent."""
     token = _is_silent.set(True)
     try:
         yield
@@ -57,7 +57,7 @@ def not_audited() -> Iterator[None]:
 
 
 class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that records pairs of (path of the innermost module, function)."""
+    """Dispatch mode that records the torch calls of a forward as (path of the innermost module, function)."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -86,7 +86,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def by_company(self) -> list[tuple[str, str]]:
-        """Return the calls in which a row's bits may depend on other rows."""
+        """Return the recorded calls in which a row's bits may depend on other rows."""
         return sorted((path, name) for path, name in self.calls if name not in _BY_ROW)
 
     def _push(self, module: nn.Module, args: Any) -> None:

@@ -1,4 +1,4 @@
-"""Rounding of a model's parameters. Buffers stay: rounding puts RoPE's cosines off by .3 at position 1,000."""
+"""Rounding of a model's parameters. Rounding buffers too would put RoPE's cosines off by .3."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Precision:
 
 
 def precision_of(model: nn.Module, dtype: torch.dtype) -> Precision:
-    """Return the types in which Hugging Face loads parameters as `dtype`, because classes may keep some float32."""
+    """Return the parameters' types when Hugging Face loads the model as `dtype`; classes may keep some float32."""
     if dtype != torch.bfloat16:
         return Precision(dtype)
     names = set[str]()
@@ -61,14 +61,14 @@ def cast(model: nn.Module, precision: Precision) -> None:
 
 
 def narrow(model: nn.Module, precision: Precision) -> None:
-    """Cast parameters to bfloat16 in place, except those that stay float32. `widened` runs them."""
+    """Cast parameters to bfloat16 in place, except those that stay float32. `one_layer_wide` runs the result."""
     for name, parameter in model.named_parameters():
         if precision.of(name) == torch.bfloat16:
             parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def round_parameters(model: nn.Module, precision: Precision) -> dict[str, Tensor]:
-    """Round parameters in place and return the changed originals."""
+    """Round parameters to bfloat16 in place, per `precision`, and return the originals by name."""
     before = {}
     for name, parameter in model.named_parameters():
         if precision.of(name) == torch.bfloat16:
@@ -78,7 +78,7 @@ def round_parameters(model: nn.Module, precision: Precision) -> dict[str, Tensor
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the value as `dtype` keeps it, in float32 (float64 for float64)."""
+    """Return the tensor rounded to `dtype` and stored as float32 (float64 for float64)."""
     if not tensor.is_floating_point():
         return tensor
     return tensor.to(torch.float64) if dtype == torch.float64 else tensor.to(dtype).to(torch.float32)

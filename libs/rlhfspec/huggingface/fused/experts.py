@@ -69,7 +69,7 @@ def by_expert(
 
 
 class PackedExperts(nn.Module):
-    """Hugging Face experts with packed weights; `inner` is the module without weights."""
+    """Hugging Face experts with packed weights; `inner` is the original module without its weights."""
 
     def __init__(self, experts: Any, *, dtype: torch.dtype, arithmetic: str, activation: str | None) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class PackedExperts(nn.Module):
     @torch.no_grad()
     def load_weights(self, up: Tensor, down: Tensor, up_bias: Tensor | None = None, down_bias: Tensor | None = None,
                      ) -> None:  # fmt: skip
-        """Pack up [E, 2I or I, H] and down [E, H, I] (or transposes), biases [E, ...]."""
+        """Pack weights of E experts: up [E, 2I or I, H], down [E, H, I] (or transposes), biases [E, ...]."""
         for expert in range(self.num_experts):
             matrices = oriented(self, up[expert]), oriented(self, down[expert])
             biases = [None if bias is None else bias[expert].to(self._dtype) for bias in (up_bias, down_bias)]
@@ -128,5 +128,5 @@ def oriented(experts: Any, weight: Tensor) -> Tensor:
 
 
 def gate(experts: Any, rows: Tensor) -> Tensor:
-    """Run the experts module's own code between its two matrix products."""
+    """Return `rows` after the experts module's own code between its two matrix products."""
     return experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)  # type: ignore[no-any-return]

@@ -114,7 +114,7 @@ def _tied_names(model: nn.Module) -> dict[str, str]:
 def fuse(model: nn.Module, precision: Precision, *, arithmetic: str, max_context: int) -> FusedModel:
     """Replace experts, gated MLPs, linear layers, norms, activations and rotary tables, outer modules first.
 
-    Parameters must be rounded (`casting`). Layers are widened to float32 one by one.
+    Parameters must already be rounded by `casting`. Layers are widened to float32 one by one.
     """
     fused = FusedModel(model, precision, arithmetic, Guard(arithmetic=arithmetic))
     fused.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
@@ -142,7 +142,7 @@ def fuse(model: nn.Module, precision: Precision, *, arithmetic: str, max_context
 
 
 def guard_rows(model: Any, guard: Guard, parts: CausalLM, run: Callable[[], object], *, name: str) -> tuple[str, ...]:
-    """Guard modules whose bits depend on other rows in `run`; return their paths or raise UnsupportedModel."""
+    """Guard modules whose bits depend on other rows in the forward `run`. Return paths or raise UnsupportedModel."""
     found = _audit(model, run)
     guarded = _outermost({path for path, _ in found})
     guard_paths(model, guard, parts, guarded)
@@ -154,7 +154,7 @@ def guard_rows(model: Any, guard: Guard, parts: CausalLM, run: Callable[[], obje
 
 
 def guard_paths(model: Any, guard: Guard, parts: CausalLM, paths: Sequence[str]) -> None:
-    """Run these modules inside the guard; the path "" is the head."""
+    """Make the modules at these paths run inside the guard; the path "" is the head."""
     for path in paths:
         if path:
             guard_forward(model.get_submodule(path), guard)
@@ -243,7 +243,7 @@ def _load_transposed(packed: PackedLinear, weight: Tensor, bias: Tensor | None) 
 
 
 def _add_loader(fused: FusedModel, matrices: list[str], biases: list[str], load: Callable[..., None]) -> None:
-    """Add a loader that rounds biases; matrices are rounded when packed."""
+    """Register `load` for these weights, rounding biases before it; matrices are rounded when packed."""
     names = (*matrices, *(bias if bias in fused.shapes else "" for bias in biases))
 
     def rounded_load(*tensors: Tensor | None) -> None:
@@ -300,7 +300,7 @@ def activation_of(module: Any) -> ActivationName | None:
 
 
 def _tensor_loader(fused: FusedModel, name: str) -> Callable[[Tensor], None]:
-    """Return a loader into the model's tensor, looked up at each load, because device moves replace buffers."""
+    """Return a function that copies into the model's tensor, found anew each time as device moves replace buffers."""
     path, _, leaf = name.rpartition(".")
     module = fused.model.get_submodule(path)
 

@@ -1,6 +1,6 @@
 """Guard for model code that calls torch directly, so that a row's bits do not depend on its neighbours.
 
-Weight products run on rlhfspec's kernels, elementwise functions on whole vectors, since scalar code rounds differently.
+Weight matmuls run on rlhfspec's kernels, elementwise functions on whole vectors, since scalar code rounds differently.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _VECTOR = 64  # elements; no vector unit is wider
 
 
 class WeightProducts(TorchFunctionMode):
-    """Function mode that runs `product` for products of rows with a known weight or a slice of one."""
+    """Function mode that runs `product` for matmuls of rows with a registered weight or a slice of one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class WeightProducts(TorchFunctionMode):
             self._weights[weight.untyped_storage().data_ptr()] = weight, precision.of(name)
 
     def copied(self, weight: Tensor, copy: Tensor) -> None:
-        """Register a copy of a known weight, until `gone` is called for it."""
+        """Register a copy of a known weight as that weight, until `gone` is called for the copy."""
         known = self._weights.get(weight.untyped_storage().data_ptr())
         if known is not None:
             self._weights[copy.untyped_storage().data_ptr()] = known
@@ -100,7 +100,7 @@ class WeightProducts(TorchFunctionMode):
 
 
 class Guard(WeightProducts):
-    """Weight products on rlhfspec's kernels, with packed weights kept until `forget`."""
+    """Function mode that runs weight matmuls on rlhfspec's kernels, with packed weights kept until `forget`."""
 
     def __init__(self, *, arithmetic: str) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Guard(WeightProducts):
         return packed(rows)  # type: ignore[no-any-return]
 
     def other_product(self, one: Tensor, other: Tensor) -> Any:
-        """Multiply batches of small matrices, adding each element's few terms in order."""
+        """Multiply batches of matrices that sum few terms per element, in order. Others give NotImplemented."""
         if min(one.ndim, other.ndim) < 3 or one.shape[-1] > _FEW or one.shape[:-2] != other.shape[:-2]:
             return NotImplemented
         return (one[..., :, :, None] * other[..., None, :, :]).sum(-2)

@@ -1,4 +1,4 @@
-"""Choice of the one-call decoder for models of known classes. Callers must compare every probe's bits."""
+"""Choice of the native decoder for known model classes. Callers must compare its bits with the layers'."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ATTENTION_NORMS = {"q_norm", "k_norm"}
 
 
 def native_decoder(parts: CausalLM, kv: torch.Tensor, dtype: torch.dtype, split: int) -> NativeDecoder | None:
-    """Return the model's decoder, or None for an unknown model."""
+    """Return the model's native decoder over the cache `kv`, or None if it cannot run this model."""
     trunk, specs, head = parts.trunk, parts.anatomy.attentions, _plain_head(parts.model)
     if build.load() is None or not _is_known(trunk) or head is None:
         return None
@@ -81,7 +81,7 @@ def _is_known_layer(layer: Any, family: str) -> bool:
 
 
 def _class_of(module: Any) -> str:
-    """Return the class's path below transformers.models."""
+    """Return the module's class as a dotted path below transformers.models."""
     return f"{type(module).__module__}.{type(module).__qualname__}".removeprefix("transformers.models.")
 
 

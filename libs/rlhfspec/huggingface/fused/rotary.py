@@ -12,7 +12,7 @@ _Tables = tuple[Tensor, ...]  # each [positions, D]
 
 
 class RotaryTable(nn.Module):
-    """Table that replaces a rotary embedding. Embeddings other than cos and sin per token run unchanged."""
+    """Table that replaces a rotary embedding module, or runs it if its output is not one vector per position."""
 
     def __init__(self, original: nn.Module, max_context: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class RotaryTable(nn.Module):
             return getattr(super().__getattr__("original"), name)
 
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Look up x [1, N, hidden] (only its type matters), position_ids [1, N] -> cos, sin [1, N, D]."""
+        """Return cos and sin [1, N, D] at position_ids [1, N]. Only the type and device of x matter."""
         key = (x.dtype, x.device, *args, *sorted(kwargs.items()))
         if key not in self._tables:
             self._tables[key] = self._make(x, args, kwargs)
@@ -38,7 +38,7 @@ class RotaryTable(nn.Module):
         return tuple(table.index_select(0, position_ids[0])[None] for table in tables)
 
     def tables(self, dtype: torch.dtype) -> _Tables | None:
-        """Return cos and sin [positions, D], or None unless there is one pair for this dtype."""
+        """Return cos and sin [positions, D], or None unless exactly one pair was computed for this dtype."""
         found = [tables for key, tables in self._tables.items() if key[0] == dtype]
         return found[0] if len(found) == 1 and found[0] is not None and len(found[0]) == 2 else None
 

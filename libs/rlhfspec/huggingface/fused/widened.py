@@ -28,7 +28,7 @@ def widen(parameters: Iterable[nn.Parameter]) -> None:
 
 @contextmanager
 def one_layer_wide(model: nn.Module, knows: WeightProducts | None = None) -> Iterator[None]:
-    """Widen each layer to float32 while it runs, and the weights outside layers throughout."""
+    """Widen each layer to float32 while it runs, other weights throughout. `knows`: mode that tracks the copies."""
     layers = layers_of(model)
     running: list[Any] = []  # layers do not nest, but one may run again
 

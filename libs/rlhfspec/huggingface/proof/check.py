@@ -1,4 +1,4 @@
-"""Proof at load that the engine runs the same model as Hugging Face, and that a row's bits are its own.
+"""Proof at load that the engine runs the same model as Hugging Face, and that a row's bits do not depend on others.
 
 Each probe's logits must match Hugging Face's. In one batch with all others (prompt chunks, single tokens, tree
 branches, NaN in unused memory) no bit may change.
@@ -109,7 +109,7 @@ def prove(proof: RunnerProof) -> Proved:
 
 
 def adopt(runner: Runnable, anatomy: Anatomy, probes: Sequence[Probe], verdict: Proved) -> None:
-    """Apply an earlier verdict: put the runner into the state that its proof would leave."""
+    """Put the runner into the state that its proof would leave, given an earlier proof's result `verdict`."""
     guard_paths(runner.fused.model, runner.fused.guard, runner.parts, verdict.guarded)
     check = Check(runner, anatomy, probes)
     check.a_forward()()  # the first forward makes position tables
@@ -152,7 +152,7 @@ class ProbePlace:
         return [self._row(place) for place in range(self.half)]
 
     def ending(self, vocab_size: int, num_slots: int) -> list[ProbeToken]:
-        """Return a decoded token, and the rest as a branch, with dead ends beside it while slots last."""
+        """Return the second half's rows: a decoded token, then a branch with dead ends beside it while slots last."""
         rows, root = [self._row(self.half)], self.probe.past + self.half + 1
         branch: tuple[int, ...] = ()
         for place in range(self.half + 1, len(self.probe.tokens)):
@@ -193,7 +193,7 @@ class Check:
         return answers
 
     def together(self) -> list[ProbeResult]:
-        """Run the probes in as few forwards as the cache has room for."""
+        """Return results of the probes, batched in as few forwards as the cache allows."""
         answers: list[ProbeResult] = []
         for group in self._groups():
             places = self._places(group)
@@ -258,7 +258,7 @@ class Check:
         )
 
     def _lay_out(self, places: list[ProbePlace]) -> None:
-        """Fill the probes' slots with NaN and their random pasts."""
+        """Fill the probes' cache slots with NaN, then write their random past keys and values."""
         kv = self.runner.kv
         block_size, heads, dim = kv.shape[3], kv.shape[4], kv.shape[5]
         num_used = -(-sum(place.num_slots for place in places) // block_size)

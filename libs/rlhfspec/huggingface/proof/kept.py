@@ -25,7 +25,7 @@ class Proved:
 
 
 def key_of(model: Any, probes: Sequence[Probe], device: torch.device, *parts: object) -> str | None:
-    """Return the key of a model's proof, by its weights and `parts`, or None for a rank's part of a model."""
+    """Return the key of a model's verdict, a hash of weights, code, device and `parts`. None for one rank's part."""
     if cut_of(model) is not None:
         return None
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}

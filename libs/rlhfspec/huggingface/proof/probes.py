@@ -51,7 +51,7 @@ class Scattered(Probe):
 
     @property
     def num_random(self) -> int:
-        """Return half of the number of tokens, because unrotated keys reveal errors in a query's rotation."""
+        """Return how many first tokens get random keys: half, because unrotated keys reveal wrongly rotated queries."""
         return len(self.at) // 2
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ class Scattered(Probe):
 
 
 def choose(anatomy: Anatomy, config: Any, max_context: int, num_token_ids: int) -> tuple[Probe, ...]:
-    """Return a model's probes: at the start and near special positions. `num_token_ids`: number of embedding rows."""
+    """Return probes at the start and near window, chunk, RoPE and context limits. `num_token_ids`: embedding rows."""
     generator = torch.Generator().manual_seed(0)
 
     def tokens(count: int) -> tuple[int, ...]:
@@ -111,7 +111,7 @@ def _numbers(content: Any, wanted: str) -> Iterator[int]:
 
 
 def random_past(spec: AttentionSpec, past: int) -> tuple[Tensor, Tensor]:
-    """Return keys [1, Hkv, past, Dk] and values [1, Hkv, past, Dv], exact in bfloat16 too."""
+    """Return random keys [1, Hkv, past, Dk] and values [1, Hkv, past, Dv], exactly representable in bfloat16."""
     generator = torch.Generator().manual_seed(1 + spec.index)
     shape = (1, spec.num_kv_heads, past)
     keys, values = (torch.randn(*shape, dim, generator=generator) for dim in (spec.key_dim, spec.value_dim))

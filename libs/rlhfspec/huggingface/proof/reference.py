@@ -39,7 +39,7 @@ _FACTOR = 4
 
 
 class Rounding(WeightProducts):
-    """Rounding of weights, cached KV and activations where the proved model rounds them."""
+    """Function mode that rounds weights, cached KV and activations where the verified model does."""
 
     def __init__(self, precision: Precision, *, arithmetic: str, activations: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class ExpertChoices(TorchFunctionMode):
 
 
 class FollowedChoices(TorchFunctionMode):
-    """Function mode that takes another forward's experts if nearly as good, since bfloat16 flips many choices."""
+    """Function mode that takes another forward's experts if their scores are close, as bfloat16 flips many choices."""
 
     def __init__(self, choices: Sequence[Tensor]) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class ProbeResult:
         return [indices for _, indices in self.choices if len(indices) == len(self.logits)]
 
     def num_comparable(self, other: ProbeResult) -> int:
-        """Return the number of leading rows before a near tie makes the chosen experts differ."""
+        """Return the number of leading rows to compare, before a near tie makes the chosen experts differ."""
         rows = len(self.logits)
         for (values, indices), (their_values, their_indices) in zip(self.choices, other.choices, strict=False):
             if indices.shape != their_indices.shape or len(indices) != len(self.logits):
@@ -143,7 +143,7 @@ class Reference:
         return [torch.cat(each) for each in zip(*(answer.experts for answer in self.answers), strict=True)]
 
     def check(self, found: Sequence[ProbeResult], tolerance: float, *, whose: str) -> float:
-        """Return the largest relative difference of logits, or raise if rounding cannot explain it."""
+        """Return the largest relative logit difference, or raise if it exceeds rounding. `whose`: for the message."""
         difference, probe = compare(found, self.answers, self.probes)
         if difference > max(tolerance, _FACTOR * self.noise):
             problem = f"{whose} logits differ from Hugging Face's by {difference:.1e} of their size on {probe}"

@@ -34,7 +34,7 @@ _SHUFFLED = (7, 2, 9, 3, 11)  # places of the tokens that run again in another o
 
 @torch.inference_mode()
 def examine(model: Any, *, name: str, max_context: int) -> Anatomy:
-    """Find the anatomy and store it on the model, or raise UnsupportedModel."""
+    """Trace test forwards, store the Anatomy found on the model and return it, or raise UnsupportedModel."""
     tracer = _Tracer(model, name)
     with one_layer_wide(model):
         near = tracer.run(within_positions(model, _NEAR_TOKENS))  # though the context may be shorter
@@ -69,7 +69,7 @@ class _Tracer:
             return self._forward(self.tokens[:num_tokens], past, **past_of(self.model, past))
 
     def check_tokens_stay_apart(self, run: ForwardTrace) -> None:
-        """Run tokens in another order; raise unless only the order of rows changes."""
+        """Run tokens in another order. Raise UnsupportedModel unless each token's output stays the same."""
         places = torch.tensor([place for place in _SHUFFLED if place < run.num_tokens])
         shuffled = self._at(self.tokens[places], run.past + places)
         culprit = first_that_differs(run, shuffled, places)

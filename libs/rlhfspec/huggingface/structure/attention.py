@@ -54,7 +54,7 @@ def cache_shape(specs: Sequence[AttentionSpec]) -> tuple[int, int]:
 
 
 def fit_cache(states: torch.Tensor, num_heads: int, dim: int) -> torch.Tensor:
-    """Fit [1, heads, N, d] -> [1, num_heads, N, dim] by repeating heads and padding with zeros."""
+    """Fit keys or values [1, heads, N, d] to the cache's [1, num_heads, N, dim], repeating heads, padding zeros."""
     if states.shape[3] != dim:
         states = functional.pad(states, (0, dim - states.shape[3]))
     return states if states.shape[1] == num_heads else states.repeat_interleave(num_heads // states.shape[1], dim=1)
@@ -74,7 +74,7 @@ def visible(size: int, spec: AttentionSpec, device: torch.device, *, last: int |
 
 
 def refuse_unknown(module: Any, keywords: dict[str, Any], *, name: str = "model") -> None:
-    """Raise UnsupportedModel for an argument whose effect is unknown."""
+    """Raise UnsupportedModel for an attention argument whose effect is unknown."""
     unknown = [name for name, given in keywords.items() if given is not None and name not in _IGNORED_KEYWORDS]
     if unknown:
         raise UnsupportedModel(name, type(module).__name__, f"passes attention arguments {sorted(unknown)}")

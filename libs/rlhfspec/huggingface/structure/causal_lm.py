@@ -79,11 +79,11 @@ class CausalLM:
         self._behind = _with_submodule(model, self.anatomy.trunk, self._given)
 
     def hidden(self, token_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """Run tokens and positions [1, N] -> [1, N, hidden]."""
+        """Return hidden states [1, N, hidden] of tokens and positions [1, N]."""
         return run_trunk(self.trunk, token_ids, position_ids)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Run the model's code after its trunk: hidden [n, width] -> float32 [n, vocab]."""
+        """Return float32 logits [n, vocab] of hidden [n, width], by the model's code after its trunk."""
         self._given.hidden = hidden[None]
         nothing = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
         try:

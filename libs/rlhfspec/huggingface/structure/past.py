@@ -11,7 +11,7 @@ from rlhfspec.huggingface.structure.causal_lm import text_config
 
 
 class PastLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """Cache layer that prepends zeros without memory to new keys and values, and keeps nothing."""
+    """Cache layer that prepends `length` expanded zeros to new keys and values, and stores nothing."""
 
     is_compileable = False
 
@@ -35,7 +35,7 @@ class PastLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
 
 def past_of(model: Any, length: int) -> dict[str, Any]:
-    """Return the keyword arguments of a forward preceded by `length` positions (0: no cache)."""
+    """Return the cache arguments of a forward after a simulated past of `length` positions (0: no cache)."""
     if not length:
         return {"use_cache": False}
     num_layers = 2 * getattr(text_config(model), "num_hidden_layers", 0) + 64  # some attend several times a layer

@@ -29,5 +29,5 @@ def num_positions(path: str) -> int | None:
 
 
 def max_context(job: RLHFJob) -> int:
-    """Return the maximum number of prompt and response tokens, for which every stage reserves room."""
+    """Return the maximum number of prompt plus response tokens, for which every stage reserves memory."""
     return min(job.spec.max_context, num_positions(job.spec.model.path) or job.spec.max_context)

@@ -135,9 +135,9 @@ def _visible(mask: torch.Tensor) -> tuple[torch.Tensor, bool]:
 
 
 def first_that_differs(one: ForwardTrace, other: ForwardTrace, places: torch.Tensor, first: int = 0) -> str | None:
-    """Return the first module with equal inputs and different outputs, where `other` ran the tokens at `places`.
+    """Return the path of the first module whose inputs agree in both traces but whose outputs differ, or None.
 
-    Tokens before `first` are ignored.
+    `other` ran the tokens of `one` at `places`, of which those before `first` are ignored.
     """
     calls: dict[str, list[tuple[Tensors, Tensors]]] = {}
     for path, inputs, outputs in other.modules:
@@ -155,7 +155,7 @@ def first_that_differs(one: ForwardTrace, other: ForwardTrace, places: torch.Ten
 
 
 def same_tokens(these: Tensors, those: Tensors, places: torch.Tensor, num_tokens: int, first: int) -> bool | None:
-    """Return whether tensors agree at these tokens, or None if no tensor has a token axis."""
+    """Return whether `these` at `places` equal `those`, from `first` on. None: no tensor has a token axis."""
     found = None
     for this, that in zip(these, those, strict=False):
         axis = _token_axis(this.shape, that.shape, num_tokens, len(places))

@@ -1,4 +1,4 @@
-"""Algorithms for `algorithm.name` (docs/algorithms.md). `make` turns token rewards into advantages."""
+"""Algorithms for `algorithm.name` (docs/algorithms.md). `make` names a function from token rewards to advantages."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Drafters for `generation.speculation.mode`, besides off and adaptive.
 
-`make` is an `engine.drafting.base.Drafter`. With `model.drafter` it receives a `DraftEngine` of `drafting.model`.
+`make` names an `engine.drafting.base.Drafter`. If it needs `model.drafter`, it receives a `DraftEngine`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _DRAFT_MODEL = "model.drafter"
 
 
 class DraftShape(NamedTuple):
-    """Fields of `rlhfspec.engine.drafting.base.DraftPlan`, without its drafter."""
+    """Draft shape: fields of `rlhfspec.engine.drafting.base.DraftPlan`, without its drafter."""
 
     depth: int
     width: int = 1
@@ -33,7 +33,7 @@ class DrafterEntry(Entry):
 
     @property
     def runs_draft_model(self) -> bool:
-        """Return whether each draft level costs a forward."""
+        """Return whether drafts need forward passes of the draft model."""
         return _DRAFT_MODEL in self.needs
 
 

@@ -16,7 +16,7 @@ from rlhfspec.job.choices.registry import Entry, Registry, imported
 class EngineEntry(Entry):
     """Engine and its abilities.
 
-    `takes_a_group`: `make` accepts the processes that share the model; `divides_models`: it starts them itself.
+    `takes_a_group`: `make` accepts the processes of tensor parallelism; `divides_models`: it starts them itself.
     `is_exact`: log-probs equal the trainer's bit for bit. `argument_problem`, `missing`: module:name of a function that
     returns a problem or None.
     """

@@ -14,7 +14,7 @@ _LINKS = "rlhfspec.moves.migration.links"
 
 @dataclass(frozen=True, kw_only=True)
 class LinkEntry(Entry):
-    """Link. `make` returns the destination's `LandingWay`, `connect` the source's `Sending`, or None if unreachable."""
+    """Link. `make` returns the receiver's `LandingWay`; `connect` the sender's `Sending`, or None if unreachable."""
 
     connect: str  # module:name
     between: str  # one line, for the docs

@@ -30,7 +30,7 @@ E = TypeVar("E", bound=Entry)
 
 
 class Registry(Mapping[str, E], Generic[E]):
-    """Entries by name, in display order. `field`: the job field that selects one; `beside`: its other values."""
+    """Entries by name, in display order. `field`: the job field that selects one; `beside`: values without entry."""
 
     def __init__(self, field: str, *entries: E, beside: tuple[str, ...] = ()) -> None:
         self.field = field
@@ -55,6 +55,6 @@ class Registry(Mapping[str, E], Generic[E]):
         return tuple(name for name, entry in self._entries.items() if holds(entry))
 
     def missing(self, need: str) -> str:
-        """Return the message for a choice whose needed field is not set."""
+        """Return the message for a choice whose needed field `need` is not set."""
         others = (*self.where(lambda entry: not entry.needs), *self._beside)
         return f"needs {need}; without one take {' or '.join(others)}"

@@ -11,7 +11,7 @@ _WEIGHTS = "rlhfspec.training.weights"
 
 @dataclass(frozen=True, kw_only=True)
 class WeightStoreEntry(Entry):
-    """Weight store. `needs`: fields of `messages.access.connections.Connections`."""
+    """Weight store. `needs`: required fields of `messages.access.connections.Connections`."""
 
     between: str  # one line, for the docs
     is_between_processes: bool = True

@@ -40,7 +40,7 @@ def _check_dataset(job: RLHFJob) -> Iterator[Finding]:
 
 
 def _check_critic(job: RLHFJob) -> Iterator[Finding]:
-    """Yield a finding for unused arguments of a critic's optimizer, which have no type in the CRD."""
+    """Yield a finding for critic optimizer arguments without a critic, which are untyped in the CRD."""
     algorithm = job.spec.algorithm
     if not algorithm.entry.has_critic and job.spec.training.critic_optimizer.arguments:
         problem = f"{algorithm.name} has no critic: remove it"

@@ -23,7 +23,7 @@ MOST_HEAD_BYTES = 100 << 20  # the limit of safetensors itself
 
 
 def check_files(job: RLHFJob, base: Path, *, with_environment: bool = True) -> Iterator[Finding]:
-    """Yield findings for missing or wrong paths, relative to `base`, and optionally for unset variables."""
+    """Yield findings for missing or wrong paths, relative to `base`; `with_environment` also for unset variables."""
     for name, path in named_models(job.spec.model).items():
         yield from _check_model(path, f"spec.model.{name}", base)
     yield from _check_sizes(job, base)
@@ -124,7 +124,7 @@ def _check_parts(job: RLHFJob, base: Path) -> Iterator[Finding]:
 
 
 def _check_lora(job: RLHFJob, base: Path) -> Iterator[Finding]:
-    """Check LoRA's target layers against the checkpoint, except experts, which are renamed on loading."""
+    """Check that the checkpoint has LoRA's target layers, unless it has experts, which are renamed on loading."""
     lora = job.spec.model.lora
     if lora is None or isinstance(lora.target_modules, str):
         return
@@ -190,7 +190,7 @@ def _check_data(path: str, field: str, base: Path) -> Iterator[Finding]:
 
 
 def _check_function(function: str, field: str, base: Path) -> Iterator[Finding]:
-    """Check a function in a module beside the job, which is parsed but not run, or an importable module."""
+    """Check that a reward function's module beside the job defines it, without running it, or is installed."""
     module, _, name = BUILT_IN_FUNCTIONS.get(function, function).partition(":")
     file = base.joinpath(*module.split(".")).with_suffix(".py")
     top = module.split(".")[0]

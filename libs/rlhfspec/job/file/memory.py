@@ -16,7 +16,7 @@ ENGINE_BYTES = 16 << 20  # of an engine with a model of a few million parameters
 
 
 def check_memory(job: RLHFJob, base: Path, *, available_bytes: int | None = None) -> Iterator[Finding]:
-    """Yield findings for demands beyond the free memory; with a GPU, models are not counted."""
+    """Yield findings if the job needs more than the free memory; with a GPU, models are not counted."""
     free = free_bytes() if available_bytes is None else available_bytes
     training = job.spec.training
     num_samples = training.prompts_per_step * job.spec.algorithm.samples_per_prompt * (1 + training.max_staleness)
@@ -44,7 +44,7 @@ def _engine_bytes(job: RLHFJob, base: Path) -> int:
 
 
 def weights_bytes(job: RLHFJob, base: Path, *, num_versions: int) -> int:
-    """Return the bytes of published versions of policy and critic, or 0 if unknown."""
+    """Return the bytes of `num_versions` published versions of policy and critic, or 0 if unknown."""
     model = job.spec.model
     handed_out = [model.path, *([model.critic or model.path] if job.spec.algorithm.entry.has_critic else [])]
     size = sum(_num_parameters(Path(resolve(path, base))) for path in handed_out)

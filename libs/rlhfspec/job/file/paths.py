@@ -44,7 +44,7 @@ def resolve(path: str, base: Path) -> str:
 
 
 def named_models(model: Model | Mapping[str, Any]) -> dict[str, Any]:
-    """Return folders and hub ids by field of spec.model.
+    """Return each model's folder or hub id by field of spec.model.
 
     >>> named_models({"path": "./policy", "drafter": "self"})
     {'path': './policy'}
@@ -77,7 +77,7 @@ def with_resolved_paths(job: RLHFJob, base: Path) -> RLHFJob:
 
 
 def input_paths(spec: Mapping[str, Any], base: Path) -> list[str]:
-    """Return the paths below `base` that a job reads, existing or not."""
+    """Return the paths that a job reads below and relative to `base`, existing or not."""
     found = (_below(text, base) for text in _named(spec) if isinstance(text, str))
     return list(dict.fromkeys(path for path in found if path))
 

@@ -35,7 +35,7 @@ _SOURCES: Path_ = ("spec", "rewards", "sources")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Problem of a job that fits the schema, dropped if a field that it `depends_on` is wrong."""
+    """Problem of a job that fits the schema. It is dropped if a field in `depends_on` is itself wrong."""
 
     field: str
     problem: str
@@ -58,14 +58,14 @@ def explain(error: ValidationError, value: Any, places: Mapping[Path_, str]) -> 
 
 
 def place_of(path: Path_, places: Mapping[Path_, str]) -> str:
-    """Return the place of a value, or of its innermost known block."""
+    """Return where a value, or its innermost block with a known place, was written."""
     while path and path not in places:
         path = path[:-1]
     return places.get(path, "") if path else ""
 
 
 def unknown_key(path: Path_, value: Any) -> str:
-    """Return a message with the nearest key, here or in another block."""
+    """Return an unknown key's message with the nearest key, here or in another block."""
     if (told := _TOLD.get(path)) is not None:
         return f"unknown key; {told}"
     known = [str(field.alias) for block in _blocks_at(path[:-1], value)[:1] for field in block.model_fields.values()]
@@ -145,7 +145,7 @@ def _literals(field: FieldInfo | None) -> list[Any]:
 
 
 def _path_in_file(details: ErrorDetails, value: Any) -> Path_:
-    """Return pydantic's location without the names of union branches."""
+    """Return the error's path in the file, without pydantic's names of union branches."""
     location: Path_ = details["loc"]
     if location[:3] == _SOURCES and len(location) > 4:
         location = (*location[:4], *location[5:])
@@ -168,7 +168,7 @@ def _field_at(path: Path_, value: Any) -> FieldInfo | None:
 
 
 def _blocks_at(path: Path_, value: Any) -> list[type[Block]]:
-    """Return the blocks allowed at a path, best match for the value's `type` first."""
+    """Return the Block classes allowed at a path, best match for the value's `type` first."""
     blocks: list[type[Block]] = [RLHFJob]
     for part in path:
         value = child_of(value, part)

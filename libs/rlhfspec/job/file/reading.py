@@ -23,7 +23,7 @@ from rlhfspec.job.file.yaml_text import Path_, child_of, dotted, parse, parse_va
 def read_job(path: Path, overrides: Sequence[str] = (), *, base: Path | None = None, runs_here: bool = True) -> RLHFJob:
     """Read and check a job file, with absolute paths, or raise JobError with all problems.
 
-    `overrides`: spec paths with YAML values; later ones win. `base`: of relative paths, by default the file's folder.
+    `overrides`: texts `path=value` of `--set`; later ones win. `base`: folder of relative paths, by default the file's.
     `runs_here`: also check this machine's memory and environment.
     """
     base = path.parent if base is None else base
@@ -45,7 +45,7 @@ def read_job(path: Path, overrides: Sequence[str] = (), *, base: Path | None = N
 def _validate(
     value: dict[str, Any], places: dict[Path_, str], base: Path, runs_here: bool
 ) -> tuple[RLHFJob | None, list[Problem]]:
-    """Check fields, then combinations of valid fields."""
+    """Return (job or None, problems) of fields, then combinations of valid fields."""
     job, problems, wrong = None, list[Problem](), set[str]()
     try:
         job = RLHFJob.model_validate(value)
@@ -79,7 +79,7 @@ def _without(value: Any, wrong_paths: Sequence[Path_]) -> RLHFJob | None:
 
 
 def _override(job: dict[str, Any], places: dict[Path_, str], override: str) -> list[Problem]:
-    """Apply one `path=value` to the job; the schema is checked later."""
+    """Apply one `path=value` to the job and return problems; the schema is checked later."""
     name, equals, text = override.partition("=")
     where = f"--set {shown_override(override)}"
     keys = parts_of(name.strip().removeprefix("spec."))

@@ -44,7 +44,7 @@ def remarks(job: RLHFJob) -> Iterator[str]:
 
 
 def left_aside(job: RLHFJob) -> str | None:
-    """Return a line that names the job's cluster-only fields, or None."""
+    """Return a line that names the job's cluster-only fields, or None without any."""
     written = job.model_dump(by_alias=True, exclude_defaults=True)["spec"]
     named = [path for path in CLUSTER_ONLY if _is_in(written, path)]
     return f"left aside outside a cluster: {', '.join(named)}" if named else None

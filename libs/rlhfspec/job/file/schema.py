@@ -145,7 +145,7 @@ def _structural(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _union(branches: list[dict[str, Any]], with_null: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge branches: null becomes nullable, and objects with different `type` get a rule for each."""
+    """Merge branches: null in `with_null` becomes nullable, and objects with different `type` get a rule for each."""
     nullable = {"nullable": True} if len(branches) < len(with_null) else {}
     if len(branches) == 1:
         return _structural(branches[0]) | nullable

@@ -27,7 +27,7 @@ _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
 def shown_url(url: str) -> str:
-    """Return the URL with secrets hidden, and everything before the last `@`."""
+    """Return the URL with its query, its fragment and everything before the last `@` hidden."""
     url = re.sub(r"^(\w+://)?.*@", rf"\1{HIDDEN}@", url, flags=re.DOTALL)
     return re.sub(r"([?#]).*$", rf"\1{HIDDEN}", url, flags=re.DOTALL)
 
@@ -89,7 +89,7 @@ def request_of(source: HttpSource, field: str) -> tuple[str, dict[str, str]]:
 
 
 def secrets_of(url: str, headers: Sequence[str]) -> list[str]:
-    """Return the secret texts of at least 4 characters, which no message may repeat."""
+    """Return the secret texts of at least 4 characters, which messages must mask."""
     parts = urlsplit(url)
     values = [pair.partition("=")[2] for pair in parts.query.split("&")]
     words = [word for value in headers for word in (value, *value.split())]

@@ -62,7 +62,7 @@ def job_text(name: str, *, model: str, data: str, algorithm: str) -> str:
 
 
 class _Writer:
-    """Writer of blocks, which describes a field where it first appears."""
+    """Writer of the template's blocks, which describes a field only where it first appears."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self._values = values
@@ -76,7 +76,7 @@ class _Writer:
         yield from self.field(name, field, prefix, indent, default)
 
     def field(self, name: str, field: FieldInfo, prefix: str, indent: int, default: Any = None) -> Iterator[str]:
-        """Yield the lines of a field or its block. `default`: the enclosing block's value, which takes precedence."""
+        """Yield the lines of a field or its block. `default`: the enclosing block's default, which takes precedence."""
         path = f"{prefix}{to_camel(name)}"
         if path == "rewards.sources":
             yield _SOURCES
@@ -97,7 +97,7 @@ class _Writer:
 
 
 def _yaml(value: Any) -> str:
-    """Return the value as JSON, or as a plain word that YAML 1.1 does not read as a boolean.
+    """Return the value as YAML: a plain word if YAML 1.1 does not read it as a boolean, else JSON.
 
     >>> _yaml("./model"), _yaml("off"), _yaml(1e-6), _yaml("a: b")
     ('./model', '"off"', '1.0e-06', '"a: b"')

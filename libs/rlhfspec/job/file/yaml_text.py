@@ -24,7 +24,7 @@ Path_ = tuple[str | int, ...]
 
 @dataclass(slots=True)
 class Document:
-    """Plain values of a text, the line (from 1) of each path, and problems."""
+    """Parsed text: its plain value, the line (from 1) of each path, and problems."""
 
     value: Any
     lines: dict[Path_, int] = field(default_factory=dict)
@@ -71,7 +71,7 @@ def read_text(path: Path) -> str:
 
 
 def parse(text: str, *, source: str) -> Document:
-    """Parse a text with one document. Collect problems that leave the rest readable, else raise JobError."""
+    """Parse a text with one document. Problems that leave the rest readable are collected, others raise JobError."""
     if source.endswith(".json"):
         text = text.replace("\t", " ")  # JSON allows tabs between values, YAML does not; strings contain them as \t
     reader = _Reader()
@@ -102,7 +102,7 @@ def parse_value(text: str) -> Any:
 
 
 class _Reader:
-    """Walker over YAML nodes that records lines and problems."""
+    """Converter of YAML nodes to plain values, which records lines and problems."""
 
     def __init__(self) -> None:
         self.lines: dict[Path_, int] = {}
@@ -176,7 +176,7 @@ def dotted(path: Path_) -> str:
 
 
 def parts_of(text: str) -> Path_:
-    """Return the parts of a dotted path, with list indices."""
+    """Return the parts of a dotted path, with list indices as integers."""
     parts = re.sub(r"\[(\d+)\]", r".\1", text).split(".")
     return tuple(int(part) if part.isdecimal() else part for part in parts)
 

@@ -25,7 +25,7 @@ log = logging.getLogger("rlhfspec.stage")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NatsAccess:
-    """Credentials and inbox of one role's connection to NATS."""
+    """Credentials, TLS context and reply inbox of one role's connection to NATS."""
 
     proof: NatsProof
     tls: ssl.SSLContext | None
@@ -33,7 +33,7 @@ class NatsAccess:
 
 
 def access_of(folder: Path | None, role: str, uid: str) -> NatsAccess:
-    """Return access by the role's token (ROLE.creds) if it exists, else by its key (ROLE.seed)."""
+    """Return a role's access by the folder's token ROLE.creds if it exists, else by its key ROLE.seed."""
     if folder is None:
         return NatsAccess(proof=NO_PROOF, tls=None, inbox_prefix=inbox_of(role, uid))
     creds = folder / f"{role}.creds"
@@ -51,7 +51,7 @@ async def connect(
     publish_timeout_seconds: float = 600.0,
     patience_seconds: float = 0.0,
 ) -> NatsTransport:
-    """Connect to NATS, retrying with backoff for `patience_seconds`."""
+    """Connect a role as client `name`, retrying an absent server with backoff for `patience_seconds`."""
     clock = clock or SystemClock()
     access = access_of(connections.credentials, role, connections.uid)
     end, wait, log_level = clock.now() + patience_seconds, _FIRST_WAIT_SECONDS, logging.WARNING

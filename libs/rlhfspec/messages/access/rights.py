@@ -31,12 +31,12 @@ class RoleRights:
 
 
 def inbox_of(role: str, uid: str) -> str:
-    """Return the inbox prefix that only this role of the run may read."""
+    """Return the prefix of reply subjects that only this role of the run may read."""
     return f"_INBOX_{role}_{uid}"
 
 
 def rights_of(role: str, job: str, uid: str, *, declares: bool = False) -> RoleRights:
-    """Return the rights of a role; with `declares`, `control` may create streams."""
+    """Return the NATS permissions of a role; with `declares`, `control` may create streams."""
     if role not in BUS_ROLES:
         raise InvalidRequest("role", role, f"must be one of {', '.join(BUS_ROLES)}")
     granted = _Granted(role, job, uid)
@@ -114,7 +114,7 @@ class _Granted:
             self.publish.append(f"$JS.API.STREAM.MSG.GET.{stream}")
 
     def _stream(self, subject: str) -> str:
-        """Return the subject's stream, and allow queries of its declaration."""
+        """Return the name of the subject's stream, and allow queries of its declaration."""
         stream = stream_name(subject)
         self.publish.append(f"$JS.API.STREAM.INFO.{stream}")
         return stream

@@ -135,7 +135,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftWeights:
-    """Drafter weights of a generator, which may be lost, late or wrong because no token depends on them.
+    """Announcement of a generator's drafter weights; no token depends on it, so it may be lost, late or wrong.
 
     The record is separate from `Weights` because a generator must not announce a policy.
     """
@@ -229,7 +229,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """Outcome of a move as seen by its source."""
+    """Outcome of a move, as reported by its source generator."""
 
     id: str  # of the move
     job: str
@@ -259,7 +259,7 @@ class PlannedMove:
 class Plan:
     """Decision of the rebalancer with its reasons, a line of `moves.jsonl`.
 
-    Times are seconds from now. `num_wanted` is the number of worthwhile generators (0: unknown).
+    Times are seconds from now. `num_wanted` is the number of generators worth running (0: unknown).
     """
 
     id: str

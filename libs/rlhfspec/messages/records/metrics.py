@@ -76,7 +76,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogProbDifference:
-    """|generator's log-prob - trainer's log-prob| over a step's response tokens, before the step's first update."""
+    """Absolute difference between generator's and trainer's log-probs of a step's tokens, before its first update."""
 
     max: float
     mean: float
@@ -140,7 +140,7 @@ class StepMetrics:
 
     @property
     def kl_k3(self) -> float | None:
-        """Return the KL estimate that is comparable between jobs."""
+        """Return the k3 estimate of the KL, comparable between jobs, or None without KL."""
         return None if self.kl is None else self.kl["k3"]
 
     def to_line(self) -> str:
@@ -173,13 +173,13 @@ _ESTIMATORS = ("k1", "k2", "k3")
 
 
 def curve(line: str) -> dict[str, Any]:
-    """Return the fields that two runs of one job share bit for bit."""
+    """Return the fields of a line in steps.jsonl that two runs of one job share bit for bit."""
     content = json.loads(line)
     return {name: content[name] for name in CURVE}
 
 
 def learner_fields(said: Mapping[str, float]) -> dict[str, Any]:
-    """Return the StepMetrics fields of the learner; other numbers go to `learning`.
+    """Return the learner's numbers as fields of StepMetrics; other numbers go to `learning`.
 
     >>> said = {name: 0.5 for name in ("policy_loss", "entropy", "clip_fraction", "grad_norm", "learning_rate")}
     >>> said |= {"truncated_fraction": 0.0, "log_prob_difference_max": 3e-7, "log_prob_difference_mean": 4e-8}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelReport:
-    """Verification of one model, kept in the run's manifest."""
+    """Result of checking a loaded model against Hugging Face, kept in the run's manifest."""
 
     model: str  # class name
     path: str  # "native": all layers in one call; "layers": Hugging Face code over engine kernels. For the trainer,

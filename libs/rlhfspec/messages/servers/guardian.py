@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def end_run(uid: str, remove: Iterable[Path], quiet_seconds: float = _QUIET_SECONDS) -> None:
-    """Kill the run's processes until none appears for `quiet_seconds`, then remove the paths it still owns."""
+    """Kill the run's processes until none appears for `quiet_seconds`, then remove those paths that it still owns."""
     now = begin = quiet_since = time.monotonic()
     while now - quiet_since < quiet_seconds and now - begin < GIVE_UP_SECONDS:
         if kill(processes_of(uid)):
@@ -79,7 +79,7 @@ def kill(pids: Iterable[int]) -> int:
 
 
 def processes_of(uid: str) -> set[int]:
-    """Return marked processes and their descendants (which may lack the mark), without guardians."""
+    """Return the ids of the run's marked processes and their descendants (perhaps unmarked), without guardians."""
     children: dict[int, list[int]] = {}
     marked = marked_with({f"{MARK}={uid}".encode()}, children)
     spared = {os.getpid(), *guardians_of(uid)}
@@ -97,7 +97,7 @@ def guardians_of(uid: str) -> list[int]:
 
 
 def marked_with(marks: set[bytes], children: dict[int, list[int]] | None = None) -> list[int]:
-    """Return the processes with all marks in their environment; fill `children` with child ids by parent id."""
+    """Return the ids of processes with all marks in their environment; fill `children` (child ids by parent id)."""
     found = []
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with suppress(OSError):  # it ended meanwhile, or belongs to another user

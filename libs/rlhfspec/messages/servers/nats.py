@@ -1,4 +1,4 @@
-"""Server nats-server with JetStream, one account and one user per role."""
+"""Configuration and process of nats-server with JetStream, one account and one user per role."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _user(user: User) -> str:
 
 
 def _allowed(subjects: Iterable[str]) -> str:
-    """Allow exactly these subjects; an empty allow list would allow all."""
+    """Return permissions for exactly these subjects; an empty allow list would allow all."""
     names = ", ".join(map(quoted, subjects))
     return f"{{allow: [{names}]}}" if names else '{deny: [">"]}'
 
@@ -60,7 +60,7 @@ def quoted(text: object) -> str:
 
 
 class NatsServer(ServerProgram):
-    """Process of nats-server on localhost with file streams; restarts keep its port."""
+    """Process of nats-server on localhost with streams in files; restarts keep its port."""
 
     name = "nats-server"
 

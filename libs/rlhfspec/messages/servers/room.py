@@ -18,7 +18,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def refuse_full_disk(folder: Path, num_bytes: int, what: str) -> None:
-    """Raise StorageError unless the bytes can be allocated in the folder, because free space ignores quotas."""
+    """Raise StorageError, naming `what`, unless the bytes can be allocated in the folder; free space ignores quotas."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             os.posix_fallocate(file.fileno(), 0, num_bytes)
@@ -30,7 +30,7 @@ def refuse_full_disk(folder: Path, num_bytes: int, what: str) -> None:
 
 
 def place_of_weights(memory: Path, disk: Path, num_bytes: int) -> tuple[Path, str]:
-    """Return a folder for the weights, in memory if they fit, else on disk with a message about it."""
+    """Return the folder for the weights: `memory` and "" if they fit, else one on `disk` and a message about it."""
     free = free_bytes(memory)
     if num_bytes <= free:
         return memory, ""

@@ -45,7 +45,7 @@ class Scratch:
         return self._path
 
     def make(self) -> None:
-        """Create both folders; RUN/processes appears with its uid in it, so that no dead run's guardian removes it."""
+        """Make both folders; RUN/processes appears with its uid inside, so that no dead run's guardian removes it."""
         self.beginning.mkdir(mode=0o700)
         (self.beginning / UID).write_text(self._uid)
         self.beginning.rename(self._place)

@@ -21,7 +21,7 @@ MAX_CONTROL_LINE_BYTES = 1 << 16  # a role's token is one line; the server's def
 
 
 def nats_config(operator: str, accounts: Mapping[str, str], system_account: str) -> bytes:
-    """Return the configuration; `accounts` maps public keys to tokens."""
+    """Return the NATS configuration; `accounts` maps public keys to tokens."""
     preloaded = [f"  {account}: {quoted(token)}" for account, token in accounts.items()]
     lines = [
         f"port: {NATS_PORT}",
@@ -72,7 +72,7 @@ def redis_users(users: Mapping[str, Sequence[str]]) -> bytes:
 
 
 def redis_rules(password: str, *, writes: Sequence[str], reads: Sequence[str], commands: Sequence[str]) -> list[str]:
-    """Return ACL rules that replace a user's rights, by key patterns."""
+    """Return ACL rules that replace a user's rights, with key patterns to write and read."""
     keys = [f"%W~{pattern}" for pattern in writes] + [f"%R~{pattern}" for pattern in reads]
     proof = f"#{hashlib.sha256(password.encode()).hexdigest()}"
     return ["reset", "on", proof, *keys, "-@all", "+ping", *(f"+{command}" for command in commands)]

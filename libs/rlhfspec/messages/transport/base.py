@@ -113,9 +113,9 @@ class Transport(Protocol):
         """Watch a subject: first the latest state of each key, then new messages."""
 
     async def release(self, subject: str, name: str) -> None:
-        """Redeliver all messages that the consumer holds; its only worker must be dead."""
+        """Redeliver all messages that the consumer `name` holds; its only worker must be dead."""
 
     async def adopt(self, token: str, subject: str, name: str) -> Receipt:
-        """Return the receipt for a token; raise InvalidRequest for another subject or consumer."""
+        """Return the receipt of a token's delivery; raise InvalidRequest for another subject or consumer."""
 
     async def close(self) -> None: ...

@@ -63,7 +63,7 @@ class FakeClock:
 
 
 async def first_of(clock: Clock, awaited: Iterable[asyncio.Future[Any]], seconds: float) -> bool:
-    """Wait up to `seconds` for a future, and return whether one is done."""
+    """Wait up to `seconds` for any of the futures, and return whether one is done."""
     futures = list(awaited)
     if any(future.done() for future in futures):
         return True

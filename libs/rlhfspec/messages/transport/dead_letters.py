@@ -25,7 +25,7 @@ class DeadLetter:
 
 
 def dead_letter_subject(subject: str) -> str:
-    """Return the subject for dead letters, equal to `messages.loop.dead_letters`."""
+    """Return the dead-letter subject of a work subject, equal to `messages.loop.dead_letters`."""
     return f"{subject.rpartition('.')[0]}.dead"
 
 
@@ -48,5 +48,5 @@ def decode(data: bytes) -> DeadLetter:
 
 
 def _text(value: str) -> str:
-    """Replace lone surrogates, which cannot be encoded."""
+    """Replace lone surrogates, which UTF-8 cannot encode."""
     return value.encode(errors="replace").decode()

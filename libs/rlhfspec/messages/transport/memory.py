@@ -166,7 +166,7 @@ class MemoryTransport:
         return queue.is_owed(number)
 
     def is_held(self, queue: ConsumerQueue, number: int, delivery: int) -> bool:
-        """Return whether this delivery, and no later one, holds the message."""
+        """Return whether delivery number `delivery`, and no later one, holds the message."""
         self._do_what_is_due()
         return number in queue.held and queue.subject.stored[number].owed[queue.consumer.name] == delivery
 
@@ -187,7 +187,7 @@ class MemoryTransport:
             queue.make_ready(number)
 
     def dead_letter(self, queue: ConsumerQueue, number: int, reason: str) -> None:
-        """Settle the message, and publish its dead letter if that subject is declared."""
+        """Mark the message as handled, and publish its dead letter if that subject is declared."""
         stored = queue.subject.stored[number]
         letter = dead_letters.DeadLetter(
             subject=queue.subject.name,
@@ -271,7 +271,7 @@ class _Reading:
 
 
 class _MemoryReceipt:
-    """Receipt whose ack and term count even after the deadline."""
+    """Receipt whose ack and term, unlike nak, take effect even after the ack deadline."""
 
     def __init__(self, transport: MemoryTransport, queue: ConsumerQueue, number: int, num_deliveries: int) -> None:
         self._transport = transport

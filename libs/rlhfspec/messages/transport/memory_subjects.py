@@ -92,7 +92,7 @@ class WorkSubject:
             queue.make_ready(stored.number)
 
     def settle(self, queue: ConsumerQueue, number: int) -> None:
-        """Settle the message for a consumer, and remove it after the last one."""
+        """Mark the message as handled by one consumer, and delete it after the last one."""
         queue.forget(number)
         stored = self.stored[number]
         del stored.owed[queue.consumer.name]

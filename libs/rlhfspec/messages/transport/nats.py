@@ -67,7 +67,7 @@ class NatsTransport:
         connect_timeout_seconds: float = 5.0,
         role: str = "",
     ) -> NatsTransport:
-        """Connect, or raise at once if the server is missing or unfit."""
+        """Connect, or raise at once if the server is missing, too old, or without JetStream or TLS."""
         connection = await Connection.open(
             url,
             name=name,
@@ -147,7 +147,7 @@ class NatsTransport:
         return await self._store(subject, place, data, all_headers)
 
     async def _store(self, subject: str, place: str, data: bytes, headers: Mapping[str, str]) -> bool:
-        """Retry sending until the server confirms the message; return False for a duplicate."""
+        """Send to subject `place` until the server confirms; return False for a duplicate."""
         began = self._clock.now()
         wait, problem = SHORTEST_WAIT_SECONDS, ""
         while True:
@@ -176,7 +176,7 @@ class NatsTransport:
             wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
 
     def _left(self, began: float, problem: str) -> float:
-        """Return the seconds left to retry; only waits for room may use the whole publish timeout."""
+        """Return the seconds left to retry; only the problem "full" may use the whole publish timeout."""
         left = began + self._publish_timeout_seconds - self._clock.now()
         return left if problem == "full" else min(left, self._connection.left(began))
 
@@ -225,7 +225,7 @@ class NatsTransport:
             await self.publish(subject, dead_letters.encode(short), id=letter.letter_id, key=letter.letter_id)
 
     async def release(self, subject: str, name: str) -> None:
-        """Nak all unacknowledged deliveries, oldest first."""
+        """Nak all unacknowledged deliveries of consumer `name`, oldest first."""
         await self._consumer(subject, name)
         stream = stream_name(subject)
         info = await self._connection.api(f"CONSUMER.INFO.{stream}.{name}")

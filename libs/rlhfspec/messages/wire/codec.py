@@ -24,7 +24,7 @@ _CHOICES: dict[type[Record], dict[str, tuple[str, ...]]] = {  # allowed values o
 
 
 def encode(record: Record) -> bytes:
-    """Encode a record, or raise `InvalidRequest` for an unfit value."""
+    """Encode a record, or raise `InvalidRequest` for an invalid value."""
     if problem := _problem_of(record):
         raise InvalidRequest(*problem)
     envelope = Envelope()

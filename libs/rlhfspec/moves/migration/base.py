@@ -1,4 +1,4 @@
-"""Contracts that a mover depends on."""
+"""Protocols of a mover's peers and of its prompt storage."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class MoveControl(Protocol):
 
 
 class Custody(Protocol):
-    """Prompts and ack tokens of samples, from before import until after release; used only in the event loop."""
+    """Storage of prompts with ack tokens, from before import until after release; used only in the event loop."""
 
     def prompt_of(self, sample_id: str) -> tuple[bytes, str] | None:
-        """Return the encoded prompt and its ack token, or None."""
+        """Return a sample's encoded prompt and ack token, or None if not kept here."""
         ...
 
     async def taken(self, sample_id: str, prompt: bytes, token: str) -> None: ...
@@ -47,9 +47,9 @@ class Custody(Protocol):
     def arrived(self, sample_id: str, progress: SampleProgress) -> None: ...
 
     def given(self, sample_id: str, progress: SampleProgress | None) -> None:
-        """Forget a prompt that another process keeps, without ack or nak; `progress` is None after a failed import."""
+        """Drop a prompt that another process keeps, without ack or nak; `progress` is None after a failed import."""
         ...
 
     def forgotten(self, sample_id: str, progress: SampleProgress) -> None:
-        """Forget a prompt that may run nowhere, without ack or nak."""
+        """Drop a prompt that perhaps runs nowhere, without ack or nak."""
         ...

@@ -88,7 +88,7 @@ class _Frames(asyncio.Protocol):
 
 
 class StreamControl:
-    """Client with a connection per peer; only certificate names in `answerers` may reply (None: any)."""
+    """Client with one connection per peer, whose certificate name must be in `answerers` (None: any)."""
 
     def __init__(self, tls: ssl.SSLContext | None = None, *, answerers: Collection[str] | None = None) -> None:
         self._tls = tls
@@ -209,7 +209,7 @@ class StreamControlServer:
         self.num_questions = 0
 
     def serve(self, answer: Answer) -> None:
-        """Begin to reply with `answer`; callable from any thread."""
+        """Accept requests and reply with `answer`; callable from any thread."""
         self._loop.call_soon_threadsafe(self._serve, answer)
 
     def close(self) -> None:
@@ -290,7 +290,7 @@ class StreamControlServer:
 
 
 class _ServedConnection(_Frames):
-    """Connection from one peer; a begun frame must end by a deadline, and unread replies pause reading."""
+    """Server's end of a connection. A frame must end by a deadline; unread replies pause reading."""
 
     def __init__(self, server: StreamControlServer) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ Fate = Literal["open", "refused", "taken"]
 
 
 class Judgement(NamedTuple):
-    """Decision about a message; the memory of the `freed` samples is freed first."""
+    """Decision about a message: samples whose memory is freed first, and the reply."""
 
     freed: list[str]
     reply: Reply | None  # None: the message has to be carried out
@@ -45,7 +45,7 @@ class _Lease:
 
 @dataclass(slots=True)
 class _SourceAttempts:
-    """Fates of one source's attempts; those up to `floor` may be unknown."""
+    """Outcomes of one source's attempts; those up to `floor` may be forgotten."""
 
     floor: int = 0
     fates: dict[int, Fate] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Destination:
         return sample not in self._unsettled or now >= self._unsettled[sample][2]
 
     def close(self) -> list[str]:
-        """Refuse new attempts and return the samples whose memory to free; busy leases continue."""
+        """Refuse new attempts, end leases unless busy, and return the samples whose memory to free."""
         self.is_closed = True
         idle = [lease for lease in self._leases.values() if not lease.is_busy]
         return [sample for lease in idle for sample in self._end(lease, "refused")]

@@ -21,7 +21,7 @@ class EngineStopped(RLHFSpecError):
 
 
 class EngineCalls:
-    """Queue of calls: `call` in the event loop, `run` in the engine's thread."""
+    """Queue of functions: added by `call` in the event loop, executed by `run` in the engine's thread."""
 
     def __init__(self, on_call: Callable[[], None] = lambda: None) -> None:
         self._on_call = on_call
@@ -31,7 +31,7 @@ class EngineCalls:
         self.longest_seconds = 0.0  # of one call
 
     def call(self, do: Callable[[], T]) -> asyncio.Future[T]:
-        """Queue a call; its future raises RLHFSpecErrors of `do`, and EngineStopped for other errors."""
+        """Queue `do`; the returned future raises its RLHFSpecError, or EngineStopped for other errors."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         with self._lock:

@@ -1,4 +1,4 @@
-"""Source side of a move: runs its state machine and chooses by cost."""
+"""Source side of a move: runs its state machine, and chooses between KV and tokens by cost."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Costs:
         self.bytes_a_token: float | None = None
 
     def learn_link(self, peer: str, *, num_bytes: int, seconds: float) -> None:
-        """Learn a link's time from packing to import, ignoring small ranges."""
+        """Learn a peer's seconds per byte, from packing to import, ignoring small ranges."""
         if num_bytes >= LEAST_BYTES:
             known = self._seconds_a_byte.get(peer)
             self._seconds_a_byte[peer] = _newer(known, seconds / num_bytes)
@@ -72,7 +72,7 @@ class Costs:
             self.bytes_a_token = num_bytes / num_tokens
 
     def choose(self, peer: str, num_tokens: int, *, gain_seconds: float, must_go: bool = False) -> MoveChoice:
-        """Choose how to move a sequence; with `must_go` it cannot stay."""
+        """Choose between KV, tokens and staying (unless `must_go`) by seconds."""
         speed, size, prefill = self._seconds_a_byte.get(peer), self.bytes_a_token, self._prefill_seconds
         if speed is None or size is None or prefill is None:
             return MoveChoice("kv", "not measured yet")
@@ -125,7 +125,7 @@ class Giving:
         self._moved: Moved | None = None
 
     def give_up(self, reason: str) -> None:
-        """Stop the move before its hand-over; afterwards the protocol decides."""
+        """Cancel the move before its hand-over; afterwards the protocol ends it."""
         self._give_up = reason
         if self._asking is not None:
             self._asking.cancel()
@@ -187,7 +187,7 @@ class Giving:
         return machines.Described(to_bytes(manifest), manifest.weights_version, has_kv)
 
     async def _pack(self, mark: Watermark, offer: str, key: str) -> Event:
-        """Pack a range between two steps, and send it while the engine runs."""
+        """Pack KV after `mark` between two steps, and send it while the engine runs."""
         if len(mark.positions) != self._num_spaces:
             raise MalformedRecord("a watermark of other KV spaces")
         mark = self._mark or mark
@@ -236,7 +236,7 @@ class Giving:
         return engine.export_sequence(name, start)
 
     async def _room(self, offer: str, num_bytes: int) -> tuple[SendingWay, memoryview]:
-        """Return memory to pack into; the way's lock is held until the range is sent."""
+        """Return the connection, locked until the range is sent, and memory for the range."""
         way = self._place.links.way(offer)
         await way.lock.acquire()
         try:
@@ -270,7 +270,7 @@ class Giving:
         await self._send(way, offer, key, num_bytes)
 
     async def _tell(self, message: messages.Told) -> Event:
-        """Send a message and its packed range; raise LinkError if the bytes of a `Range` fail."""
+        """Send a message and, meanwhile, its packed range; raise LinkError if a `Range`'s bytes fail."""
         sending, self._sending = self._sending, None
         asking = self._ask(message)
         if sending is not None:
@@ -326,7 +326,7 @@ class Giving:
         return self._progress
 
     async def _quietly(self, do: Callable[[], object]) -> bool:
-        """Run a call in the engine; return False if it fails."""
+        """Run `do` in the engine's thread; return False if it fails."""
         try:
             await self._place.calls.call(do)
         except RLHFSpecError as error:

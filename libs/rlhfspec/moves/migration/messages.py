@@ -55,7 +55,7 @@ class Reserve(MoveMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range(MoveMessage):
-    """Announcement of KV at the link, described by `kv` (`to_bytes(KVRange, has_kv=False)`)."""
+    """Announcement of KV that the link carries under `key`; `kv` is `to_bytes(KVRange, has_kv=False)`."""
 
     kv: bytes
     key: str
@@ -64,7 +64,7 @@ class Range(MoveMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandOver(MoveMessage):
-    """Hand-over of a sequence detached at its source; an empty `key` means no KV."""
+    """Hand-over of a sequence stopped at its source; an empty `key` means no KV."""
 
     state: bytes  # without its KV
     kv: bytes
@@ -81,7 +81,7 @@ class Abort(MoveMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask(MoveMessage):
-    """Question whether the attempt was taken; otherwise it never will be."""
+    """Question whether the attempt was taken; if not, it never will be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +124,7 @@ class Unknown(MoveMessage): ...
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gone(MoveMessage):
-    """Reply of process `here`, which has replaced the destination."""
+    """Reply of a newer process (incarnation `here`) in place of the ended destination."""
 
     here: str
 

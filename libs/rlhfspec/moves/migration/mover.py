@@ -20,7 +20,7 @@ _CLOSE_SECONDS = 0.5  # for pending notifications
 
 
 class Mover:
-    """Both ends of moves in one generator."""
+    """Source and destination of a generator's moves."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class Mover:
 
     @property
     def moving(self) -> frozenset[str]:
-        """Return the arriving and leaving samples, whose prompts must wait."""
+        """Return the arriving and leaving samples, whose prompts must not start here."""
         return self._taking.arriving | self._giving.keys()
 
     async def move(self, move: Move, peer: Peer, *, must_go: bool = False) -> Moved:
-        """Move a sequence, even if the caller is cancelled; with `must_go` it moves without KV rather than stay."""
+        """Move a sequence, even if the caller is cancelled. If KV cannot move: send tokens if `must_go`, else stay."""
         reason = self._why_not(move)
         if reason:
             return _kept(move, reason)
@@ -78,7 +78,7 @@ class Mover:
         await self._taking.refuse()
 
     async def close(self) -> None:
-        """Refuse arrivals, end outgoing moves and close links; the engine's thread must still `run` calls."""
+        """Refuse arrivals, end outgoing moves and close links, while the engine's thread still runs calls."""
         self._is_closed = True
         for giving in self._giving.values():
             giving.give_up("its generator is leaving")

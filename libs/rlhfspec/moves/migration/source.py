@@ -38,7 +38,7 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class PackedKV:
-    """Event of a packed range, sent or in transit; `is_last` if no more KV existed then."""
+    """Event of a packed range, sent or being sent; `is_last` if it reached the end of the KV."""
 
     kv: bytes
     end: bytes
@@ -57,7 +57,7 @@ class Detached:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Event of a failed action; `field` is `epoch` (KV lost), `finished` (sequence gone), `link` or another."""
+    """Event of a failed action; `field`: its cause, such as `epoch` (KV lost), `finished` (sequence gone) or `link`."""
 
     field: str
     reason: str
@@ -75,14 +75,14 @@ class Silence:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Event of a cancelled move: the sequence stays, or is forgotten at once if in doubt."""
+    """Event of a cancelled move: the sequence stays or, if perhaps taken, is forgotten at once."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class SourceTick:
-    """Event of an ended Wait."""
+    """Event that ends Wait."""
 
 
 Event = Described | PackedKV | Detached | Failed | Heard | Silence | GiveUp | SourceTick
@@ -93,12 +93,12 @@ Event = Described | PackedKV | Detached | Failed | Heard | Silence | GiveUp | So
 
 @dataclass(frozen=True, slots=True)
 class Describe:
-    """Action that ends in Described or Failed."""
+    """Action to read the manifest; ends in Described or Failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Action that ends in Heard or Silence, or in Failed for an unsent Range."""
+    """Action to send a message; ends in Heard, Silence, or Failed for an unsent Range."""
 
     message: Told
 
@@ -114,7 +114,7 @@ class Pack:
 
 @dataclass(frozen=True, slots=True)
 class Detach:
-    """Action to detach the sequence and pack the rest; ends in Detached or Failed."""
+    """Action to stop the sequence and pack KV after `mark`; ends in Detached or Failed."""
 
     mark: bytes  # empty: tokens only
     offer: str
@@ -132,7 +132,7 @@ class Reattach: ...
 
 @dataclass(frozen=True, slots=True)
 class LetGo:
-    """Action to release the sequence without ack or nak; `is_known` if the destination confirmed it."""
+    """Action to drop the sequence without ack or nak; `is_known` if the destination confirmed it."""
 
     is_known: bool
 
@@ -158,7 +158,7 @@ class MoveSource:
     def __init__(
         self, move: str, sample: str, *, source: str, destination: str, numbers: Iterator[int], must_go: bool = False
     ) -> None:
-        """Begin a move; attempt `numbers` are never reused, and `must_go` moves without KV rather than stay."""
+        """Begin a move; each attempt uses one of `numbers`, and `must_go` sends tokens if KV cannot move."""
         self.state: State = "describing"
         self._move, self._sample, self._ends = move, sample, (source, destination)
         self._numbers = numbers
@@ -244,7 +244,7 @@ class MoveSource:
         return [Pack(self._mark, self._offer, self.key)]
 
     def _copied(self) -> list[Action]:
-        """Continue after a copied range, or detach if few positions are left."""
+        """Return the next actions: copy another range, or detach if little is left."""
         assert self._sent is not None
         self._mark = self._sent.end
         self._ranges += 1

@@ -1,4 +1,4 @@
-"""Destination side of moves: executes its state machine's decisions."""
+"""Destination side of moves: executes the decisions of `Destination`, its state machine."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Taking:
 
     @property
     def arriving(self) -> frozenset[str]:
-        """Return the samples for which the engine still holds reserved memory."""
+        """Return the samples for which the engine holds memory: arriving, or being freed."""
         return self.machine.arriving | self._freeing.keys()
 
     async def answer(self, data: bytes) -> bytes:
@@ -140,7 +140,7 @@ class Taking:
             self._links.landing.done(message.key)
 
     async def _adopt(self, message: messages.HandOver, state: SequenceState) -> int:
-        """Import the sequence after its prompt is in custody."""
+        """Store the prompt, import its sequence, and return the number of tokens to recompute."""
         await self._custody.taken(message.sample, message.prompt, message.token)
 
         def take() -> int:
@@ -192,7 +192,7 @@ class Taking:
             given_up.set()
 
     def _free(self, samples: list[str]) -> asyncio.Future[list[Any]]:
-        """Cancel the samples in the engine, queued before any later call."""
+        """Queue cancels of the samples in the engine, before any later call; return their future."""
         freed = {sample: self._calls.call(partial(self._engine.cancel, sample)) for sample in samples}
         self._freeing |= freed
         for sample in samples:
@@ -238,7 +238,7 @@ def watermark(said: bytes) -> Watermark:
 
 
 def progress_of(state: SequenceState) -> SampleProgress:
-    """Return a moving sequence's progress as of now."""
+    """Return a moving sequence's progress, stamped with the present time."""
     stats = stats_of(state.counters, state.strategies)
     return SampleProgress(
         num_moves=stats.num_moves,

@@ -17,7 +17,7 @@ _MOST_TIMES = 4.0  # times the expected cost; longer steps are cut, because the 
 
 
 class LearnedCurve:
-    """Cost curve of one engine; only the ratio of `prior` (step_seconds, sequence_seconds) counts."""
+    """Cost curve of one engine. `prior` (step_seconds, sequence_seconds) gives only their ratio."""
 
     def __init__(self, prior: tuple[float, float] = _GUESS) -> None:
         self.prior = prior if sum(prior) > 0 else _GUESS
@@ -49,7 +49,7 @@ class LearnedCurve:
         return step + sequence * num_running
 
     def learn(self, num_running: float, seconds: float) -> None:
-        """Learn the time of one token at `num_running` sequences."""
+        """Learn the seconds of one token for each of `num_running` sequences."""
         if num_running <= 0 or seconds <= 0:
             return
         if self._num_learnt >= _FEW:

@@ -1,4 +1,4 @@
-"""Number of worthwhile generators, decided without a clock of its own.
+"""Choice of the number of generators; the caller passes the time.
 
 A stage with n engines takes `F(n) = t0 * max(longest, tokens / (n * rows)) + (c * tokens + prefill) / n`, where a step
 of B sequences takes t0 + c * B. One more is worthwhile if F falls by at least 15 %, one fewer if F grows by less than
@@ -55,7 +55,7 @@ class Wanted:
 
 
 class Elastic:
-    """Decision on the number of generators, between `least` and `most`."""
+    """Controller of the number of generators, between `least` and `most`."""
 
     def __init__(self, *, least: int, most: int) -> None:
         self._least, self._most = least, most
@@ -73,7 +73,7 @@ class Elastic:
         self._was_lowered = False
 
     def learn(self, stage: int, outlook: StageOutlook, now: float, *, num_generators: int) -> Wanted | None:
-        """Learn from an outlook; return the wanted number of generators, or None while unknown."""
+        """Learn a stage's outlook; return the wanted number of generators, or None while unknown."""
         self._begin(now, num_generators)
         if stage > self._stage:
             self._end_stage(now)

@@ -1,4 +1,4 @@
-"""Length factors of prompts, learned from finished responses."""
+"""Length factors of prompts (their responses' length over the usual), learned from finished responses."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class Fleet:
         limit: Numbers | None = None,
         moved_at: Numbers | None = None,
     ) -> Fleet:
-        """Build a fleet; defaults are unlimited room, one version, none leaving, one engine per host."""
+        """Build a fleet; defaults are unlimited room, one weights version, none leaving, one engine per host."""
         num_generators, num_sequences = len(step_seconds), len(generator)
 
         def ints(given: Numbers | None, default: int, size: int) -> Ints:
@@ -148,7 +148,7 @@ class Fleet:
 
 
 def members_of(starts: Ints, generators: Ints) -> tuple[Ints, Ints]:
-    """Return the sequences of these generators, concatenated, and their counts.
+    """Return the indices of these generators' sequences, concatenated, and each generator's count.
 
     >>> [array.tolist() for array in members_of(np.array([0, 2, 2, 5]), np.array([0, 2]))]
     [[0, 1, 2, 3, 4], [2, 3]]

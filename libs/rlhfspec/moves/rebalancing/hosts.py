@@ -59,7 +59,7 @@ def _hosts_to_ask(fleet: Fleet, settings: PlannerSettings) -> Ints:
 
 
 def _best_number(fleet: Fleet, engines: Ints, total: Floats, longest: Floats, settings: PlannerSettings) -> int:
-    """Return the number of engines to run, unchanged unless another is clearly better."""
+    """Return the number of engines to run: the present one, unless another is clearly faster."""
     now = max(int((total > 0).sum()), 1)
     costs = [
         _cost(fleet, engines, number, float(total.sum()), float(longest.max()), settings)
@@ -78,7 +78,7 @@ def _cost(fleet: Fleet, engines: Ints, number: int, total: float, longest: float
 
 
 def _curves(fleet: Fleet, engines: Ints, number: int) -> tuple[Floats, Floats]:
-    """Return the interpolated cost curves for this many running engines."""
+    """Return engines' step and sequence seconds, interpolated, if `number` of them run."""
     share = (number - 1) / max(len(engines) - 1, 1)
     alone_step, alone_sequence = fleet.alone_step_seconds[engines], fleet.alone_sequence_seconds[engines]
     step = alone_step + (fleet.step_seconds[engines] - alone_step) * share

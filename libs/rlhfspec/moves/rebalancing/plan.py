@@ -89,7 +89,7 @@ class _State:
         self.notes = Notes()
 
     def balance(self, is_first: bool) -> bool:
-        """Plan one round; return False if nothing moved."""
+        """Plan one round, at most one move per pair; return False if nothing moved."""
         pairs = self._pairs()
         later, earlier = self.ends[pairs.source], self.ends[pairs.destination]
         differ = later - earlier > self._least(later)
@@ -126,7 +126,7 @@ class _State:
         return np.maximum(self.settings.least_share * later, self.settings.least_pauses * self.settings.pause_seconds)
 
     def _most_gain(self, pairs: _Pairs) -> Floats:
-        """Return an upper bound of each pair's gain."""
+        """Return an upper bound of the seconds by which a move lowers each pair's later end."""
         source, destination = pairs.source, pairs.destination
         longest = self.longest[source]
         sharing = (self.ends[source] - self.ends[destination]) / 2
@@ -168,7 +168,7 @@ class _State:
         return True
 
     def _later_end(self, pairs: _Pairs, counts: Ints, remaining: Floats) -> Floats:
-        """Return for each member a bound of its pair's later end if that member moves."""
+        """Return for each sequence a bound of its pair's later end if it moves; `counts`: sequences per pair."""
         source, destination = pairs.source, pairs.destination
         here = np.repeat(self.ends[source], counts)
         here -= np.repeat(self.sequence[source], counts) * remaining
@@ -180,7 +180,7 @@ class _State:
         return np.maximum(here, there, out=here)
 
     def _shortest_of_best(self, members: Ints, worse: Floats, best: Floats, counts: Ints) -> Ints:
-        """Return the best sequence of each pair that gains; ties prefer the shorter context."""
+        """Return each gaining pair's sequence that moves its later end to `best`; ties prefer the shorter context."""
         hits = np.flatnonzero(worse == np.repeat(best, counts))
         pair = np.repeat(np.arange(len(counts)), counts)[hits]
         if len(hits) > (best >= 0).sum():
@@ -205,7 +205,10 @@ class _State:
             self.ends[place] = work + self.fleet.prefill_owed[place]
 
     def hand_over(self, is_source: BoolArray, why: int, group: Ints) -> None:
-        """Move the sources' sequences, longest first, each to its group's earliest ending generator with room."""
+        """Move the sources' sequences, longest first, each to its group's earliest ending generator with room.
+
+        `why` is the reason to record, LEAVING or CLOSING.
+        """
         chosen = self._handed_over(is_source)
         if not len(chosen):
             return
@@ -259,7 +262,7 @@ class _State:
         return self.notes.planned(self.before, self.ends, self.is_closing, self.num_kept, dry, self._advice(dry))
 
     def _advice(self, dry: Ints) -> tuple[str, ...]:
-        """Return advice for each idle generator; if several may score, one of them learns instead."""
+        """Return for each idle generator score, wait, learn or consolidate; if several may score, one learns."""
         latest = float(self.ends.max(initial=0.0))
         goes_on = latest > self.settings.scoring_seconds or not latest  # all are idle: they wait for other stages
         free = [place for place in dry if not self.is_closing[place]]

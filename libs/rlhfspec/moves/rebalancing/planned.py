@@ -27,7 +27,7 @@ class Verdicts:
 
 @dataclass(frozen=True, slots=True)
 class PlannedMoves:
-    """Planned moves [P] as fleet indices, end times [N] before and after, and verdicts on all pairs."""
+    """Planned moves [P] as fleet indices, end times [N] before and after, and the outcome of each pair."""
 
     sequence: Ints
     source: Ints

@@ -17,7 +17,7 @@ _OCTAVES = 20
 
 
 class Residual:
-    """Estimator of remaining tokens, which starts from half of the limit."""
+    """Estimator of remaining tokens: half of the limit until it has learnt some lengths."""
 
     def __init__(self) -> None:
         self._lengths = np.zeros(_KEPT)
@@ -30,7 +30,7 @@ class Residual:
         return self._num_learnt
 
     def learn(self, length: int, *, is_censored: bool = False, factor: float = 1.0) -> None:
-        """Learn the length of a finished response, censored if it was truncated."""
+        """Learn the length of a finished response, censored if truncated; `factor`: its prompt's length factor."""
         place = self._num_learnt % _KEPT
         self._lengths[place], self._is_censored[place] = max(length, 1) / factor, is_censored
         self._num_learnt += 1
@@ -55,7 +55,7 @@ def _table(lengths: Floats, is_censored: BoolArray) -> Floats:
 
 
 def mean_residual_life(lengths: Floats, is_censored: BoolArray, elapsed: Floats) -> Floats:
-    """Return mean remaining lengths; beyond the longest observed length, a tenth of the elapsed length.
+    """Return mean remaining lengths after `elapsed` ones; beyond the longest observed, a tenth of `elapsed`.
 
     >>> mean_residual_life(np.array([1.0, 3.0, 5.0]), np.zeros(3, bool), np.array([0.0, 2.0, 20.0])).round(6).tolist()
     [3.0, 2.0, 2.0]

@@ -35,7 +35,7 @@ def best_or_last(folder: RunFolder) -> Choice:
 
 
 def chosen(folder: RunFolder, step: str) -> Choice:
-    """Return the checkpoint of a step, or the last one for `last`."""
+    """Return the checkpoint of a step number, or the last one for "last"."""
     steps = folder.checkpoint_steps()
     if not steps:
         raise InvalidRequest("RUN", str(folder.path), "has no checkpoint")

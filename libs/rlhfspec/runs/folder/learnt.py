@@ -30,7 +30,7 @@ def append_learnt_line(run_folder: Path, line: LearntLine) -> None:
 
 
 def learnt_lines(run_folder: Path) -> Iterator[LearntLine]:
-    """Yield the lines of all generators by time, skipping damaged ones."""
+    """Yield the learning records of all generators by time, skipping damaged lines."""
     found: list[LearntLine] = []
     for path in sorted((run_folder / LEARNT).glob("*.jsonl")):
         for text in path.read_text(encoding="utf-8", errors="replace").splitlines():

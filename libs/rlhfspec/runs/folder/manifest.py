@@ -103,7 +103,7 @@ def machine() -> Machine:
 
 
 def _torch() -> tuple[int, str | None]:
-    """Return torch's threads and GPU, or 1 and None if torch is not imported."""
+    """Return torch's thread count and GPU name, or 1 and None if torch is not imported."""
     torch = sys.modules.get("torch")
     if torch is None:
         return 1, None

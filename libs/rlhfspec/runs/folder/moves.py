@@ -49,7 +49,7 @@ class MovesFile:
 
 
 def content_of(plan: Plan) -> dict[str, Any]:
-    """Return the fields of a plan's line in moves.jsonl."""
+    """Return the plan's fields for its line in moves.jsonl."""
     told = ("ends", "num_generators", "num_samples", "latest_end", "latest_end_after", "moves", "why_not", "dry")
     content = asdict(plan)
     return {name: content[name] for name in told}

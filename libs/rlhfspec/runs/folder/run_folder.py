@@ -32,7 +32,7 @@ from rlhfspec.telemetry.folder import TRACES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """State of a folder at its opening; `missing_steps` precede its checkpoint but have no line."""
+    """State of a run folder on opening; `missing_steps` precede its checkpoint but have no line."""
 
     resumed: bool
     resume_at: int = 0
@@ -110,7 +110,7 @@ class RunFolder:
         return found and before is None
 
     def hold(self) -> None:
-        """Lock a folder that another process began, or raise StorageError."""
+        """Lock the folder that another process began, or raise StorageError if it is locked."""
         try:
             self.lock = take_lock(self.path / ".lock")
         except OSError as error:  # includes BlockingIOError: another process holds it
@@ -127,7 +127,7 @@ class RunFolder:
             self._write_manifest(replace(manifest, exported=exported))
 
     def discard(self) -> None:
-        """Undo `begin` unless a run has continued since, and remove an otherwise empty folder."""
+        """Undo `begin` unless the manifest has changed since, and remove a new folder without steps."""
         if self._found and self.manifest_file.read_bytes() == self._begun:
             for path, (content, private) in self._found.items():
                 _write(path, [content], private=private)
@@ -141,7 +141,7 @@ class RunFolder:
             self.path.rmdir()
 
     def go_on_after(self, step: int) -> Opening:
-        """Remove all lines after `step` (0: all), because those steps are repeated."""
+        """Remove the lines after `step`, whose steps are repeated, and return the folder's state."""
         with self._manifest_alone() as before:
             manifest = before.going_on_after(step)
             self._write_manifest(manifest)
@@ -201,7 +201,7 @@ class RunFolder:
         self.close()
 
     def steps(self) -> list[StepMetrics]:
-        """Return all complete lines, also during the run."""
+        """Return the metrics of all complete lines, also during the run."""
         return [StepMetrics.from_line(line) for line in _whole_lines(self.steps_file)]
 
     def evaluations(self) -> list[Evaluation]:
@@ -334,7 +334,7 @@ def _storage_errors(path: Path) -> Iterator[None]:
 
 
 def _keep_up_to(step: int, path: Path) -> tuple[int, int]:
-    """Keep readable lines up to `step`; return the numbers of lines removed after and before the last kept one.
+    """Remove lines after `step` and damaged ones; return how many lay after, and how many before, the last kept one.
 
     A truncation needs no space on a full disk and is crash-safe.
     """

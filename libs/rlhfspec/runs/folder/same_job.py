@@ -39,7 +39,7 @@ def as_yaml(job: RLHFJob) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Dumper that quotes texts which only YAML 1.2, used for job files, reads as numbers."""
+    """YAML dumper that quotes strings such as 1e3, which the YAML 1.2 of job files reads as numbers."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
         node = self.represent_str(text)
@@ -63,7 +63,7 @@ def first_difference(before: dict[str, Any], now: dict[str, Any]) -> tuple[str, 
 
 
 def recorded_changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return (old, new) of the changes to record, by path."""
+    """Return (old, new) of the changed fields that a resumption records, by path."""
     changes = _differences(before, now, "")
     return {path: (old, new) for path, old, new in changes if _is_one_of(path, RECORDED)}
 

@@ -53,7 +53,7 @@ _MOST_VALUES = 32  # of a column: those of most samples
 
 
 def by_column(column: str | None, samples: Sequence[Sample], rewards: Mapping[str, Score]) -> dict[str, Any]:
-    """Return metrics fields with mean reward and number of samples by value of a column."""
+    """Return two metrics fields, mean reward and number of samples, each by value of a data column."""
     found: defaultdict[str, list[float]] = defaultdict(list)
     for sample in samples if column is not None else ():
         value = json.loads(sample.columns_json).get(column)
@@ -80,7 +80,7 @@ def evaluation_of(
     step: int, version: int, samples: Sequence[Sample], rewards: Mapping[str, Score], *, max_tokens: int,
     seconds: float, column: str | None = None,
 ) -> Evaluation:  # fmt: skip
-    """Return the evaluation of scored samples; raise RolloutError if none was scored."""
+    """Return the statistics of an evaluation's scored samples; raise RolloutError if none was scored."""
     scored = [
         (sample, rewards[sample.id])
         for sample in samples

@@ -24,7 +24,7 @@ class Tracker(Protocol):
     def step(self, metrics: StepMetrics) -> None: ...
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Report an evaluation; later steps may have been reported already."""
+        """Report an evaluation; steps after it may have been reported already."""
 
     def close(self) -> None: ...
 
@@ -135,7 +135,7 @@ class WeightsAndBiases:
 
 
 def scalars(metrics: StepMetrics) -> dict[str, float]:
-    """Return every number of a step by its path; top-level numbers are under `training/`."""
+    """Return every number of a step's metrics by its path; top-level numbers are under `training/`."""
     content = {name: value for name, value in asdict(metrics).items() if name not in _NOT_PLOTTED}
     content["expert_rows"] = {
         layer: {"max_over_mean": max(rows) * len(rows) / max(sum(rows), 1)}

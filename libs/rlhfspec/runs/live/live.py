@@ -70,7 +70,7 @@ def _head(text: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveView:
-    """Content of live views, in times of a clock that reads `now`."""
+    """Content of a live view, with times of a clock that now reads `now`."""
 
     run: RunState = field(default_factory=RunState)
     window: Window = field(default_factory=Window)
@@ -162,7 +162,7 @@ def _without_times(view: LiveView) -> object:
 class LiveBeats(Service):
     """Service that writes the run's live state to Redis.
 
-    consumes: the known run; produces: its live state; waits for: the next beat; unblocked by: time.
+    consumes: the run's state; produces: its live state; waits for: the next beat (write); unblocked by: time.
     """
 
     def __init__(self, live: LiveState, vitals: Vitals, known: KnownRun, recent: RecentLines) -> None:
@@ -189,7 +189,7 @@ class LiveBeats(Service):
 
 
 async def read_live(url: str, uid: str, *, credentials: Path | None = None, now: float = 0.0) -> LiveView:
-    """Return the live state in times of a clock that reads `now`, or raise ServerFailed."""
+    """Return the live state, its times converted to a clock that reads `now`, or raise ServerFailed."""
     redis = client_of(url, credentials, _READ_SECONDS)
     try:
         async with asyncio.timeout(_READ_SECONDS), redis.pipeline(transaction=False) as pipeline:

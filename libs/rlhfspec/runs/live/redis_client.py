@@ -30,7 +30,7 @@ def client_of(url: str, credentials: Path | None, timeout_seconds: float, connec
 
 
 def client(url: str, timeout_seconds: float, options: dict[str, Any], connected: Connected | None = None) -> Redis:
-    """Return a client without retries."""
+    """Return a Redis client without retries; `connected` is called on connecting."""
     from redis.asyncio import ConnectionPool, Redis
     from redis.asyncio.retry import Retry
     from redis.backoff import NoBackoff

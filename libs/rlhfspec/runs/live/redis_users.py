@@ -27,7 +27,7 @@ class ClusterRun:
 
 
 def install_of(master: bytes) -> str:
-    """Return a unique public id of this install."""
+    """Return this install's unique public id, derived from its secret."""
     return derived(master, "install", length=6).hex()
 
 
@@ -51,7 +51,7 @@ def dashboard_user(master: bytes) -> str:
 
 
 def password_of(master: bytes, *whose: str) -> str:
-    """Return the password of a run's role (uid and role), or of an observer (name)."""
+    """Return the password derived for `whose`: a run's role (uid, role) or an observer (name)."""
     return urlsafe_b64encode(derived(master, "redis", *whose)).decode().rstrip("=")
 
 
@@ -65,5 +65,5 @@ def rules_of_dashboard(master: bytes) -> list[str]:
 
 
 def rules_of_operator(master: bytes) -> list[str]:
-    """Return the operator's rules, to manage users and delete keys without reading them."""
+    """Return the operator's ACL rules, to manage users and delete keys without reading them."""
     return redis_rules(password_of(master, OPERATOR), writes=[f"{REDIS_PREFIX}:*"], reads=(), commands=_MANAGE)

@@ -25,7 +25,7 @@ Phase = Literal["starting", "running", "restarting", "held", "left"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessNews:
-    """Start or end of a worker's process, which voids information from earlier ones."""
+    """Start or end of a worker's process, which voids earlier information about the worker."""
 
     stage: str
     worker: int
@@ -94,7 +94,7 @@ class RunWorker:
 
     @property
     def spoke_at(self) -> float:
-        """Return the time of the last news except loads."""
+        """Return the time of the last news other than loads."""
         return max(self.heard_at, self.ready_at, self.process_at, self.held_at)
 
     @property
@@ -126,7 +126,7 @@ class RunWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """State of a run; `num_wanted` generators are worthwhile by the latest plan."""
+    """State of a run; the latest plan wants `num_wanted` generators."""
 
     workers: Mapping[WorkerKey, RunWorker] = field(default_factory=dict)
     num_wanted: int | None = None
@@ -152,7 +152,7 @@ class RunState:
 
     @property
     def owners(self) -> dict[str, WorkerKey]:
-        """Return the generator of each sample id, by the latest report."""
+        """Return the generator that holds each sample id, by the latest loads."""
         by_time = sorted(self.generators, key=lambda worker: worker.loaded_at)
         return {sample: each.key for each in by_time if each.load is not None for sample in each.load.sample_ids}
 
@@ -203,7 +203,7 @@ def after(run: RunState, told: Iterable[Told]) -> RunState:
 
 
 def without_gone(run: RunState, *, now: float, after_seconds: float = GONE_SECONDS) -> RunState:
-    """Return the state without old loads and gone workers; held and restarting workers stay."""
+    """Return the state without loads and workers older than `after_seconds`; held and restarting workers stay."""
     kept = {}
     for key, worker in run.workers.items():
         if now - worker.loaded_at >= after_seconds or worker.phase == "left":
@@ -225,7 +225,7 @@ def _worker(workers: Mapping[WorkerKey, RunWorker], key: WorkerKey) -> RunWorker
 
 
 def _after(worker: RunWorker, news: Heartbeat | WorkerInfo | ProcessNews | HeldNews, at: float) -> RunWorker:
-    """Return the worker after news; outdated news changes nothing."""
+    """Return the worker updated by news; outdated news changes nothing."""
     match news:
         case Heartbeat():
             return _heard(worker, news, at)

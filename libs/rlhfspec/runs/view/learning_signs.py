@@ -25,13 +25,13 @@ def equal_reward_groups(groups: Sequence[Hashable], rewards: Sequence[float]) ->
 
 
 def warning_of(steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation] = ()) -> str:
-    """Return the warning about the last evaluation, else about the last steps, or ""."""
+    """Return a warning of collapse, else of equal rewards in the last steps, else ""."""
     groups = [(step.equal_reward_groups, step.num_prompts) for step in steps[-NUM_STEPS:]]
     return collapse_of(evaluations) or nothing_learnt(groups)
 
 
 def nothing_learnt(groups: Sequence[Sequence[float | None]]) -> str:
-    """Return a warning if every step in `groups`, as (equal-reward groups, groups), had only equal rewards, or ""."""
+    """Return a warning if each step, as (groups with equal rewards, all groups), had only equal rewards, else ""."""
     if len(groups) < NUM_STEPS or any(equal is None or equal != num for equal, num in groups):
         return ""
     rewards = f"rewards were equal in every group of the last {NUM_STEPS} steps"
@@ -39,7 +39,7 @@ def nothing_learnt(groups: Sequence[Sequence[float | None]]) -> str:
 
 
 def collapse_of(evaluations: Sequence[Evaluation]) -> str:
-    """Return the warning that held-out responses have collapsed, or ""."""
+    """Return a warning if held-out responses have lost their variety, else ""."""
     judged = [
         (run.step, run.different_answers, run.expected_answers)
         for run in evaluations

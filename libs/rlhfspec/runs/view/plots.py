@@ -44,7 +44,7 @@ def overview(steps: Steps, path: Path, *, title: str, evaluations: Evaluations =
 
 
 def compare(runs: Mapping[str, Steps], path: Path, *, evaluations: Mapping[str, Evaluations] | None = None) -> None:
-    """Plot reward and KL of named runs, with one scale per row."""
+    """Plot reward and KL of runs by name to `path`, with one scale per row."""
     _save(comparison_figure(runs, evaluations=evaluations), path)
 
 
@@ -196,7 +196,7 @@ def _histograms(axis: Axes, steps: Steps) -> None:
 
 
 def _seconds(axis: Axes, steps: Steps) -> None:
-    """Draw the stages' seconds, stacked, and the wall time."""
+    """Draw each step's seconds by stage, stacked, and its wall time."""
     edges = [steps[0].step - 0.5, *(metrics.step + 0.5 for metrics in steps)]
     bottom = [0.0] * len(steps)
     for stage, colour in STAGE_COLOURS.items():
@@ -225,7 +225,7 @@ def _trend(axis: Axes, points: Points, colour: str, label: str | None = None) ->
 
 
 def _scale(axis: Axes) -> None:
-    """Start the axis at zero if no value is below, and flatten rounding noise."""
+    """Start the y axis at zero if no value is negative, and flatten rounding noise."""
     low, height = axis.dataLim.ymin, axis.dataLim.height
     if height < _NOTHING:
         axis.set_ylim(-1 if low < 0 else 0, 1)
@@ -249,7 +249,7 @@ def _dress(axis: Axes, title: str, steps: Steps | None, *, legend: bool = False)
 
 
 def ends(steps: Steps) -> tuple[float, float]:
-    """Return the mean reward of the first and of the last `num_of_ends` steps."""
+    """Return the mean reward of the first and of the last `num_of_ends(steps)` steps."""
     few = num_of_ends(steps)
     means = [metrics.reward.mean for metrics in steps]
     return sum(means[:few]) / few, sum(means[-few:]) / few

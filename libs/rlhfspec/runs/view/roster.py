@@ -35,7 +35,7 @@ class ProcessState:
 
 
 def process_states(run: RunState, now: float) -> list[ProcessState]:
-    """Return the states of all workers known by more than a load, in the order of the loop."""
+    """Return the states of workers of which more than a load is known, in the order of the loop's stages."""
     known = [worker for worker in run.workers.values() if worker.is_known]
     known.sort(key=lambda worker: (_ORDER[worker.stage], worker.worker))
     return [_state(worker, known, now) for worker in known]
@@ -74,7 +74,7 @@ def _doing(worker: RunWorker, now: float) -> tuple[ProcessDoing, str, float]:
 
 
 def _could_end(worker: RunWorker, workers: Sequence[RunWorker]) -> tuple[str, ...]:
-    """Return the upstream workers that could end this worker's wait, or the stages if all of them wait."""
+    """Return the upstream workers that could end this worker's wait, or the upstream stages if all of them wait."""
     before = BY_NAME[worker.stage].unblocked_by
     busy = [
         f"{other.stage} {other.worker}"

@@ -118,7 +118,7 @@ def kept_traceback(folder: RunFolder, error: BaseException) -> str:
 
 
 def summarize(folder: RunFolder, *, resume_command: str, num_texts: int = 0) -> Summary:
-    """Write and return the summary, with `num_texts` responses of the start and the end."""
+    """Write and return the run's summary, with `num_texts` responses each from its start and its end."""
     places = [("run folder", str(folder.path))]
     for label, path in (("pictures", folder.plots), ("policy", folder.export), ("checkpoints", folder.checkpoints)):
         if path.is_dir() and any(path.iterdir()):
@@ -149,7 +149,7 @@ Texts = list[tuple[str, list[ResponseText]]]
 
 
 def _texts(folder: RunFolder, steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation], count: int) -> Texts:
-    """Return responses of the first and last evaluation, or of the first and last step."""
+    """Return `count` responses, under a title, of the first and of the last evaluation, or else step."""
     if evaluations:
         found = [(f"held-out prompts, after step {run.step}", run.step) for run in _ends(evaluations)]
         return [(title, _responses(folder.evaluation_samples(), step, count)) for title, step in found]
@@ -207,7 +207,7 @@ def facts(steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation] = ()) 
 
 
 def _correction(steps: Sequence[StepMetrics]) -> str:
-    """Return the effect of truncated importance sampling, or "" if it is off."""
+    """Return the mean weight and capped share of importance sampling as text, or "" if it is off."""
     found = [metrics.learning for metrics in steps if "importance_weight" in metrics.learning]
     if not found:
         return ""
@@ -216,7 +216,7 @@ def _correction(steps: Sequence[StepMetrics]) -> str:
 
 
 def _by_column(lines: Sequence[StepMetrics] | Sequence[Evaluation]) -> list[Row]:
-    """Return a row with mean rewards and number of samples for each value of the column."""
+    """Return a row with first and last mean reward and number of samples for each column value."""
     rows = []
     for value in sorted({value for line in lines for value in line.reward_by_column}):
         rewards = [line.reward_by_column[value] for line in lines if value in line.reward_by_column]

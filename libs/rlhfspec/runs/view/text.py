@@ -21,7 +21,7 @@ def one_line(text: str) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return the values as a sparkline of column means; equal values are drawn low."""
+    """Return the values as a sparkline of at most `width` means; equal values are drawn low."""
     columns = _columns(values, width)
     if not columns:
         return ""
@@ -31,7 +31,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def histogram(counts: Sequence[int]) -> str:
-    """Return the counts as bars that start at zero; only empty bins are blank."""
+    """Return one bar character per count, scaled to the largest; only empty bins are blank."""
     most = max(counts, default=0)
     return "".join(_BARS[round((count / most) * (len(_BARS) - 1))] if count else " " for count in counts)
 

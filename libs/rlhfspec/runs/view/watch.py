@@ -34,7 +34,7 @@ class WatchService(Service):
         recent: RecentLines | None = None,
         known: KnownRun | None = None,
     ) -> None:
-        """Create the service; `known` is the run if another service updates it."""
+        """Create the service; `known` is the run's state if another service updates it."""
         super().__init__("view", 0, vitals)
         self._known = known or KnownRun(vitals.clock)
         self._hears_beats = known is None
@@ -69,7 +69,7 @@ class WatchService(Service):
         return any(news)
 
     def _show(self, record: Record) -> bool:
-        """Display a record; return whether it is news, unlike heartbeats and idle loads."""
+        """Display a record; return whether it is news: no heartbeat, no load of an idle generator."""
         progress = self._view.progress
         match record:
             case Heartbeat():

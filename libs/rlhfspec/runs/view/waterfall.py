@@ -77,7 +77,7 @@ def _tokens(stay: Span) -> int:
 
 
 def _of_stays(value: float, in_vain: float) -> str:
-    """Return the time of useful stays, and of stays whose result was lost.
+    """Return as text the time of useful stays, and of stays whose result was lost.
 
     >>> _of_stays(2.5, 0.0), _of_stays(2.5, 11.0)
     ('2.50 s', '2.50 s, and 11.0 s in vain')
@@ -103,7 +103,7 @@ def pieces(life: Life, span: Span) -> Iterator[Piece]:
 
 
 def bar(parts: Sequence[Piece], *, began: float, ended: float, width: int) -> str:
-    """Return the pieces as text; later ones overwrite earlier ones, but each stays visible."""
+    """Draw pieces (mark, start, end) in `width` characters, at least one each; later ones overwrite earlier ones."""
     cells = [" "] * width
     scale = width / max(ended - began, 1e-9)
     for mark, start, end in parts:
@@ -198,7 +198,7 @@ def seconds(value: float) -> str:
 
 
 def _complete(span: Span) -> float:
-    """Return the time when the span's step was complete, or the span's begin if unknown."""
+    """Return the time when all records of the span's step had arrived, or the span's begin if unknown."""
     return min(max(float(span.attributes.get("complete", span.began)), span.began), span.ended)
 
 

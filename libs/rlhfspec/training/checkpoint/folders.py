@@ -26,7 +26,7 @@ Writes = Callable[[Path], Sequence[Written]]  # each rank writes its files into 
 
 
 def write_checkpoint(folder: Path, step: int, state: Mapping[str, Any]) -> None:
-    """Write a checkpoint and flush it to disk. A part that is a function (`Writes`) is written by all ranks."""
+    """Write a checkpoint and flush it to disk. A part given as a function (`Writes`) is written by all ranks."""
     document: dict[str, Any] = {}
     files: dict[str, Any] = {}
     for part, value in state.items():

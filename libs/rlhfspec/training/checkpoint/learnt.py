@@ -16,7 +16,7 @@ _VERSION, _DIGEST = "version", "digest"  # metadata keys
 
 
 def write_learnt(folder: Path, version: int, tensors: Mapping[str, torch.Tensor], *, by: str) -> None:
-    """Write the file atomically. `by` names the writer; the last writer wins."""
+    """Write the file atomically. `by`: the writer's name, for a temporary file. The last writer wins."""
     folder.mkdir(parents=True, exist_ok=True)
     writing = folder / f".writing-{by}"
     write_tensors(writing, tensors, notes={_VERSION: str(version), _DIGEST: digest(tensors)})

@@ -36,7 +36,7 @@ class Written:
 
 
 def write_part(folder: Path, part: str, state: Any, *, ranks: Ranks | None = None, leads: bool = True) -> Written:
-    """Write this rank's share of a checkpoint part to disk. leads: also write replicated values."""
+    """Write this rank's share of a checkpoint part to disk. leads: also write values that all ranks share."""
     if not part.isidentifier():
         raise InvalidRequest("state", part, "parts of a checkpoint name its files: letters, digits, underscores")
     ranks = ranks or Ranks()

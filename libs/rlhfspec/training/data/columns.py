@@ -47,7 +47,7 @@ def json_text(content: Mapping[str, Any]) -> str:
 
 
 def columns_of_rows(rows: Rows, dataset: Dataset, indices: Iterable[int]) -> dict[str, str]:
-    """Map each column to the first row that lacks it, or to an empty string if none does."""
+    """Map each column to the line of the first row that lacks it, or to an empty string if none does."""
     missing: dict[str, str] = {}
     first = None
     for index in indices:

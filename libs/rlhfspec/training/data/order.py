@@ -60,7 +60,7 @@ class Order:
         return num_steps(self.num_rows, self.prompts_per_step, self.epochs)
 
     def indices(self, step: int, round: int = 0, count: int | None = None) -> list[int]:
-        """Return the row indices of a step's round (0, or an extra one). count: by default `prompts_per_step`."""
+        """Return row indices of a step's round: 0, or an extra one. count: by default `prompts_per_step`."""
         count = self.prompts_per_step if count is None else count
         if step < 1 or round < 0 or not 0 <= count <= self.prompts_per_step:
             raise InvalidRequest("step, round, count", (step, round, count), f"at most {self.prompts_per_step} a round")
@@ -85,7 +85,7 @@ class Order:
         return self._permutation(f"epoch {epoch}") if self.shuffle else np.arange(self.num_rows)
 
     def _demanded(self, step: int, start: int, count: int) -> list[int]:
-        """Return row indices for extra rounds: rows that round 0 leaves out, then all rows repeatedly."""
+        """Return `count` row indices for extra rounds: rows that round 0 leaves out, then all rows repeatedly."""
         own = np.unique(self._span((step - 1) * self.prompts_per_step, self.prompts_per_step))
         first = self._permutation(f"step {step} pass 0")
         fresh = first[~np.isin(first, own)]

@@ -46,7 +46,7 @@ class Prompts:
 
     @property
     def columns(self) -> dict[str, str]:
-        """Map each column for rewards to the first prompt that lacks it, or to an empty string."""
+        """Map each column for rewards to the line of the first prompt that lacks it, or to an empty string."""
         return columns_of_rows(self._rows, self._dataset, self._kept)
 
     def __len__(self) -> int:

@@ -120,7 +120,7 @@ def held_out_of(rows: Rows, spec: Spec, base_folder: Path) -> tuple[Rows, Rows]:
 
 
 def split(rows: Rows, count: int, seed: int) -> tuple[Rows, Rows]:
-    """Split off `count` rows by seed, keeping the dataset's order."""
+    """Return the remaining rows, and `count` rows chosen by seed, both in the dataset's order."""
     taken = set(permutation(seed, "held-out", len(rows))[:count].tolist())
     kept = [index for index in range(len(rows)) if index not in taken]
     return _some(rows, kept), _some(rows, sorted(taken))

@@ -95,7 +95,7 @@ def has_gradient(algorithm: Algorithm, targets: Targets) -> Tensor:
 def prepare(
     algorithm: Algorithm, rollouts: Rollouts, *, policy_log_probs: Tensor | None, max_tokens: int
 ) -> tuple[Targets, Metrics]:
-    """Return the step's targets, as one mini-batch, and its metrics before training.
+    """Return the step's targets (advantages, weights, returns) as one mini-batch, and metrics before training.
 
     policy_log_probs: [T] before the first update, at the sampling temperature.
     """

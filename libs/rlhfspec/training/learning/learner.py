@@ -111,7 +111,7 @@ class Learner:
     def from_spec(
         cls, spec: job.Spec, *, ranks: Ranks | None = None, num_threads: int | None = None, device: str = "cpu"
     ) -> Learner:
-        """Load this rank's models. On a device or when sharded, widening to float32 happens layer by layer."""
+        """Load this rank's models. On a GPU or several ranks, weights are widened to float32 layer by layer."""
         models, sharing = share_of(spec, ranks or Ranks())
         stored = device != "cpu" or sharing.num_ranks > 1
         how: dict[str, Any] = {"max_context": spec.max_context, "ranks": sharing, "stored": stored}
@@ -245,7 +245,7 @@ class Learner:
         return value_terms(self._spec.algorithm, values, targets)
 
     def _step(self, model: str, rollouts: Rollouts, targets: Targets, mini: MiniBatch, tally: Tally) -> None:
-        """Accumulate the mini-batch's gradients, and step the optimizer only if they are finite."""
+        """Accumulate the mini-batch's gradients and step the optimizer. Raise NumericalError if they are not finite."""
         network = self._networks[model]
         terms_of = self._policy_terms if model == "policy" else self._critic_terms
 
@@ -326,7 +326,7 @@ class Learner:
     # -- weights and state ----------------------------------------------------------------------------------
 
     def policy_state(self) -> dict[str, Tensor]:
-        """Return the policy (LoRA merged, Hugging Face names), maybe in the model's memory; {} on a critic's rank."""
+        """Return policy weights by Hugging Face name, LoRA merged; {} on a critic's rank. They may alias the model."""
         if "policy" not in self._networks:
             return {}
         weights = self._networks["policy"].weights()
@@ -334,7 +334,7 @@ class Learner:
         return weights if update is None else lora.merged_state(weights, update.alpha / update.rank)
 
     def own_policy(self) -> dict[str, Tensor]:
-        """Return this rank's shares of the policy, or {} with LoRA or tensor parallelism."""
+        """Return this rank's shards of the policy, or {} with LoRA or tensor parallelism."""
         of_policy = self._networks.get("policy")
         own = of_policy.own_weights() if of_policy is not None and self._spec.model.lora is None else {}
         whole_layers = {name: tensor for name, tensor in own.items() if isinstance(tensor, Tensor)}
@@ -348,7 +348,7 @@ class Learner:
         return self._all.broadcast(own, source=_MODELS.index("critic")) if is_apart else own
 
     def state(self) -> State:
-        """Return this rank's shares of the training state, which share the learner's memory."""
+        """Return this rank's shards of the training state, which alias the learner's memory."""
         state: State = {"version": self.version}
         for model, network in self._networks.items():
             state |= {model: network.own_weights(), f"{model}_optimizer": network.optimizer_state()}
@@ -358,7 +358,7 @@ class Learner:
 
     @property
     def leads(self) -> bool:
-        """Return whether this rank writes the replicated values."""
+        """Return whether this rank writes replicated values to checkpoints."""
         return self._ranks.rank == 0
 
     def load_state(self, state: State) -> None:
@@ -378,7 +378,7 @@ class Learner:
 
 
 def share_of(spec: job.Spec, ranks: Ranks) -> tuple[Sequence[str], Ranks]:
-    """Return the models that a rank trains, and the ranks that share them."""
+    """Return the names of the models that this rank trains, and the group of ranks that train them together."""
     if "critic" not in scoring_stages(spec.algorithm):
         return _MODELS[:1], ranks
     if spec.training.fuse == "auto" and ranks.num_ranks == len(_MODELS) and ranks.tensor is None:

@@ -48,7 +48,7 @@ class ActivationRoom:
                     self._kept.append(activation_bytes(trunk, num_tokens))
 
     def settle(self, trained: Iterable[torch.Tensor], ranks: Ranks) -> bool:
-        """Enable recomputation on all ranks if one needs it. Call this once weights are on the device."""
+        """Make all ranks recompute if one needs it, and return the choice. Call this with weights on the device."""
         again = self._setting == "on"
         if self._kept:
             again = not all(ranks.gather(self._fits(sum(local_of(tensor).nbytes for tensor in trained))))

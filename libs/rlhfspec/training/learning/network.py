@@ -73,7 +73,7 @@ class Network:
         self._optimizer.zero_grad(set_to_none=True)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return whole weights, tied ones once. Sharded ones are gathered on rank 0's host; others share memory."""
+        """Return whole weights, tied ones once. Sharded ones are gathered on rank 0's host; others alias the model."""
         return _whole(self.own_weights(), self._group)
 
     def own_weights(self) -> dict[str, Tensor | PartOf]:
@@ -123,7 +123,7 @@ class Network:
         return _part(value, self._shares_by_place[place]) if is_like_it else value
 
     def _placed(self, place: int, value: Any) -> Any:
-        """Cut a loaded value to this rank's share of the parameter, because torch's loading does not."""
+        """Cut a loaded optimizer value to this rank's share of parameter `place`, because torch's loading does not."""
         parameter, share = self.parameters[place], self._shares_by_place[place]
         if isinstance(value, (Tensor, StoredTensor, PartOf)):
             same = torch.Size(value.shape) == whole_shape(parameter.shape, share)
@@ -151,7 +151,7 @@ def _part(tensor: Tensor, share: Share | None) -> Tensor | PartOf:
 
 
 def _whole(values: Mapping[str, Any], group: Ranks | None = None) -> dict[str, Any]:
-    """Gather sharded tensors on rank 0's host, and drop them elsewhere. All ranks must call this."""
+    """Return values with sharded tensors whole on rank 0's host, dropped elsewhere. All ranks must call this."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         tensor, share = (value.tensor, value.share) if isinstance(value, PartOf) else (value, None)

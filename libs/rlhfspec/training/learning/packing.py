@@ -30,7 +30,7 @@ def pack(lengths: Sequence[int], tokens_per_micro_batch: int, *, multiple_of: in
 def pack_groups(
     prompts: Sequence[tuple[int, ...]], answers: Sequence[int], tokens_per_micro_batch: int, *, multiple_of: int = 1
 ) -> list[list[int]]:
-    """Pack as `pack` does, with neighbours sharing prompts. answers: number of tokens to run of each response.
+    """Pack as `pack` does, running equal neighbouring prompts once. answers: number of tokens to run per response.
 
     Groups are split only to fit the budget or to lower the busiest rank's load.
     """
@@ -50,7 +50,7 @@ def pack_groups(
 def _runs(
     prompts: Sequence[tuple[int, ...]], answers: Sequence[int], budget: int, num_parts: int
 ) -> Iterator[list[int]]:
-    """Yield indices that share a prompt, in `num_parts` parts per group, or more to fit the budget."""
+    """Yield lists of indices with equal prompts: `num_parts` lists per prompt, or more to fit the budget."""
     for _, group in itertools.groupby(range(len(prompts)), key=prompts.__getitem__):
         members = list(group)
         for part in split_evenly(len(members), num_parts):
@@ -68,7 +68,7 @@ def _runs(
 
 
 def _spread(lengths: Sequence[int], order: Sequence[int], count: int, budget: int) -> list[list[int]] | None:
-    """Fill the emptiest of `count` micro-batches, longest sequence first. Return None if one does not fit."""
+    """Return `count` micro-batches, putting each index of `order` into the emptiest, or None if one does not fit."""
     emptiest = [(0, place) for place in range(count)]
     bins: list[list[int]] = [[] for _ in range(count)]
     for index in order:

@@ -28,7 +28,7 @@ class Tally:
         self._updates: dict[str, list[tuple[float, float]]] = {}  # by model: norm and learning rate of each
 
     def keep(self, tokens: Tensor, said: TokenLogProbs) -> None:
-        """Store a forward's log-probs and entropy of these tokens, from before any update."""
+        """Store a forward's log-probs and entropy `said` at the flat indices `tokens`, from before any update."""
         assert not self.is_complete, "every token has been kept"
         self.log_probs[tokens] = said.log_probs.detach().cpu()
         self.untempered[tokens] = said.untempered.cpu()
@@ -45,7 +45,7 @@ class Tally:
             self.is_complete = True
 
     def watch(self, ids: Sequence[str], lengths: Sequence[int], numbers: Tensor, what: str) -> None:
-        """Record the first sample with a non-finite number: ids and lengths [n], numbers [t]."""
+        """Record the first sample (ids, lengths [n]) with a non-finite value in numbers [t], described by `what`."""
         if self.problem is None and not bool(torch.isfinite(numbers).all()):
             bad = [not bool(torch.isfinite(part).all()) for part in torch.split(numbers, list(lengths))]
             self.problem = f"{what} of sample {ids[bad.index(True)]} are not finite"

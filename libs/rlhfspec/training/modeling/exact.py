@@ -163,7 +163,7 @@ class ExactForward(TorchForward):
 
     @torch.no_grad()
     def _prove(self, probes: Sequence[Probe], reference: Reference) -> None:
-        """Raise unless logits match the model's and do not depend on neighbouring sequences."""
+        """Raise unless logits match Hugging Face's and do not depend on neighbouring sequences."""
         self._repack_if_changed()
         self.modules_on_kernels.guard_rows(lambda: self._answers(probes))
         alone, together = [self._answers([probe])[0] for probe in probes], self._answers(probes)
@@ -216,7 +216,7 @@ class _AttentionRow:
 
     @classmethod
     def of(cls, parts: tuple[RowPart, ...], attentions: tuple[AttentionSpec, ...]) -> _AttentionRow:
-        """Lay out KV slots in token order. An answer's slots begin with its prompt's."""
+        """Assign KV slots in token order. An answer's slot table begins with its prompt's slots."""
         lengths = [part.length for part in parts]
         slots = np.arange(sum(lengths), dtype=np.int32)
         own = np.split(slots, np.cumsum(lengths)[:-1])

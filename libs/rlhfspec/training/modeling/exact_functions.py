@@ -1,4 +1,4 @@
-"""Autograd functions that run the engine's kernel forward and differentiate its torch twin."""
+"""Autograd functions that run an engine kernel forward, and backward through its plain-torch twin."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: PackedLinear) -> Tensor:
-    """Run a linear layer's kernel: x [..., K], weight [N, K] as in `packed` -> [..., N]."""
+    """Run a linear layer's kernel: x [..., K], weight [N, K] (the values in `packed`) -> [..., N]."""
     return _apply(_ExactLinear, x, weight, bias, packed)
 
 

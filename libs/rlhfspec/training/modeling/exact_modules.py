@@ -45,7 +45,7 @@ class ExactModules:
             module.forward = _forward(module, kernel, precision.of(f"{name}.weight"))
 
     def guard_rows(self, run: Callable[[], object]) -> None:
-        """Guard operations whose bits depend on other rows, or raise if that is impossible."""
+        """Guard operations whose bits depend on other rows in the forward `run`, or raise if that is impossible."""
         guarded = guard_rows(self.model, self.guard, self.parts, run, name="model")
         for path, module in self._left_over(run):
             own = self._rounded_parameters(path, module)
@@ -64,7 +64,7 @@ class ExactModules:
         self.guard.forget()
 
     def _left_over(self, run: Callable[[], object]) -> Iterator[tuple[str, nn.Module]]:
-        """Yield modules that have no kernel but must round their parameters."""
+        """Yield path and module of those without a kernel that must round their parameters."""
         if self._precision.usual == torch.float32:
             return
         with torch.inference_mode(), Reads() as reads:

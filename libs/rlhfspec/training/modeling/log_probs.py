@@ -32,7 +32,7 @@ class PolicyForward(Protocol):
     def __call__(self, batch: PackedRow, *, entropy_gradient: bool = False) -> TokenLogProbs: ...
 
     def weights_changed(self) -> None:
-        """Drop everything derived from the parameters."""
+        """Drop everything derived from the parameters, which have changed."""
         ...
 
 

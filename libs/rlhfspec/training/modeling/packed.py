@@ -101,7 +101,7 @@ class _RowWriter:
             self.predicting.extend((last, *range(start, start + len(answer) - 1)))
 
     def _add(self, tokens: Sequence[int], *, behind: int | None = None) -> int:
-        """Add a part, unless it is empty, and return the index of its first token."""
+        """Add tokens as a part (behind: index of its prompt's part) unless empty. Return the first token's index."""
         start = len(self.token_ids)
         if tokens:
             first = 0 if behind is None else self.parts[behind].length
@@ -140,7 +140,7 @@ def layout_now() -> tuple[RowPart, ...] | None:
 
 @contextmanager
 def forward_layout(parts: tuple[RowPart, ...] | None) -> Iterator[None]:
-    """Set the layout of rows run in this context and thread."""
+    """Set the parts of the packed rows that run in this context and thread."""
     token = _layout.set(parts)
     try:
         yield

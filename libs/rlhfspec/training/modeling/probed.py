@@ -50,7 +50,7 @@ _probed: ContextVar[_Probed] = ContextVar("the packed row of probes that runs in
 
 @contextmanager
 def random_keys(model: Any, probes: Sequence[Probe], function: Callable[..., Any]) -> Iterator[None]:
-    """Route one forward's attention to `function`, with random first keys and values of each probe."""
+    """Route one forward's attention to `function`, replacing each probe's first keys and values by random ones."""
     starts = accumulate((len(probe.tokens) for probe in probes), initial=0)
     places = tuple(slice(start, start + probe.num_random) for start, probe in zip(starts, probes, strict=False))
     AttentionInterface.register(_NAME, _attend_probed)

@@ -76,7 +76,7 @@ class StoredTensor:
         return self.cut((0,) * len(self.shape), self.shape)
 
     def cut(self, start: Place, shape: Place) -> Tensor:
-        """Read the block at `start` to the host, from only the files needed."""
+        """Read the block of `shape` at `start` into host memory, from only the files needed."""
         result: Tensor | None = None
         for piece, within, at, size in self._overlaps(start, shape):
             part = self._read(piece, within, size)
@@ -91,7 +91,7 @@ class StoredTensor:
         )
 
     def _overlaps(self, start: Place, shape: Place) -> Iterator[tuple[Piece, Place, Place, Place]]:
-        """Yield each overlapping piece, the overlap's start in piece and result, and its shape."""
+        """Yield each piece that overlaps the block, the overlap's start in piece and block, and its shape."""
         for piece in self.pieces:
             first = tuple(map(max, start, piece.start))
             size = tuple(

@@ -35,10 +35,10 @@ _LOGITS_AT_A_TIME = 1 << 26  # 256 MB in float32
 
 
 class LogProbScorer:
-    """Thread-safe scorer of a fixed model, which is modified in place.
+    """Thread-safe scorer of a model with fixed weights, whose modules it replaces by kernels in place.
 
-    temperature: the policy's. dtype, arithmetic: the engine's. max_context: maximum of prompt plus response tokens.
-    keep_prompts: cache prompts with several responses.
+    temperature: of the policy's sampling. dtype, arithmetic: as in the engine. max_context: maximum of prompt plus
+    response tokens. keep_prompts: cache a prompt's KV for its other responses.
     """
 
     def __init__(

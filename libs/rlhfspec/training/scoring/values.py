@@ -17,7 +17,7 @@ from rlhfspec.training.scoring.log_probs import Pair, Scored, SequenceRows, one_
 
 
 class ValueScorer:
-    """Thread-safe scorer of a copy of the critic."""
+    """Thread-safe scorer of responses by a copy of the critic."""
 
     def __init__(
         self, critic: Critic, *, max_context: int, version: int = 0, device: str = "cpu", keep_prompts: bool = True

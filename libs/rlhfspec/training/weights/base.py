@@ -59,7 +59,7 @@ def refuse_other(place: object, found: str, record: Weights) -> None:
 
 
 def newest_kept(store: WeightStore, records: Iterable[Weights]) -> tuple[Weights, dict[str, torch.Tensor]] | None:
-    """Return the newest record with its tensors; None without records, or if newer weights replaced these."""
+    """Return the newest record and its tensors, or None without records or if the store has only newer ones."""
     newest = max(records, key=lambda record: record.version, default=None)
     if newest is None:
         return None

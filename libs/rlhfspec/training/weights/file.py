@@ -1,7 +1,7 @@
 """Weight store on a shared file system: one safetensors file per version, renamed into place.
 
-Readers map the file, which stays valid after it is unlinked. They compare the stored sha256 with the record and the
-stored xxh3_128 with the bytes, or else the bytes' own sha256 with the record. Since xxh3_128 can be forged, all
+Readers map the file, which stays valid after it is unlinked. They check that its stored sha256 is the record's and its
+stored xxh3_128 fits its bytes, or else compare the bytes' own sha256 with the record. Since xxh3_128 can be forged, all
 writers in the folder must be trusted.
 """
 
@@ -100,7 +100,7 @@ class FileWeightStore:
 
 
 def _written(path: Path, state_dict: StateDict) -> list[str]:
-    """Write tensors, hash them meanwhile, and return the file's digest and checksum."""
+    """Write tensors, hash them meanwhile, and return the file's sha256 digest and xxh3_128 checksum."""
     found: dict[str, Future[tuple[bytes, bytes]]] = {}
     with hashing_threads() as threads:
 

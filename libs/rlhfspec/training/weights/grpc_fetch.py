@@ -20,7 +20,7 @@ BUSY = 10  # factor of `wait_seconds` for a busy trainer
 class Fetch:
     """Fetch from the trainer, or from peers for versions that it lacks.
 
-    Attempts end `wait_seconds` after the first, or after the last busy reply within `BUSY` times that.
+    Attempts end `wait_seconds` after the first. Busy replies extend this by up to `BUSY` times `wait_seconds`.
     """
 
     def __init__(

@@ -153,7 +153,7 @@ def digest_of(header: WeightsHeader, hashes: Sequence[bytes]) -> str:
 
 
 def described_tensors(what: str, state_dict: StateDict) -> tuple[list[tuple[str, str, list[int]]], dict[str, str]]:
-    """Return name, type and shape of stored tensors, and stored names of tied ones."""
+    """Return name, type and shape of stored tensors, and the stored name of each tied one. `what`: for errors."""
     stored, same_as = unshared({name: state_dict[name] for name in sorted(state_dict)})
     found = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in stored.items()]
     for name, dtype, _ in found:
@@ -163,7 +163,7 @@ def described_tensors(what: str, state_dict: StateDict) -> tuple[list[tuple[str,
 
 
 def pack(job: str, role: Role, version: int, state_dict: StateDict, buffers: Buffers) -> PackedWeights:
-    """Copy tensors into one buffer, hashing each in a thread."""
+    """Return tensors copied into one of `buffers`, with their header, hashing each in a thread."""
     stored, same_as = described_tensors(f"{role}/{version}", state_dict)
     header = WeightsHeader.model_construct(
         job=job, role=role, version=version, digest="", num_bytes=0, tensors=stored, same_as=same_as

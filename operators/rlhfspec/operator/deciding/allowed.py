@@ -44,7 +44,7 @@ class _Field:
 
 
 def not_allowed(known: Situation) -> str:
-    """Return an error about the first refused field, or an empty text."""
+    """Return an error about the first field that `jobs.allowed` refuses, or an empty text."""
     allowed = known.settings.allowed
     for role, path, template in _templates(known):
         whose = "" if role in allowed.code_roles else f" in pods of {role}"
@@ -60,7 +60,7 @@ def not_allowed(known: Situation) -> str:
 
 
 def references(known: Situation) -> tuple[NamedObject, ...]:
-    """Return the Kubernetes objects that the job refers to."""
+    """Return the Secrets, ConfigMaps and claims that the job names."""
     storage, found = known.spec.storage, list[NamedObject]()
     if storage.secret is not None:
         found.append(NamedObject("Secret", storage.secret, "spec.storage.secret"))
@@ -81,7 +81,7 @@ def refused(template: Mapping[Any, Any], allowed: Collection[str], path: str) ->
 
 
 def _templates(known: Situation) -> Iterator[tuple[str, str, Mapping[Any, Any]]]:
-    """Yield (role, path, template); a template for all roles is paired with the least privileged one."""
+    """Yield (role, path, template); one for all roles is paired with the role that may set the fewest fields."""
     least = next((role for role in names.ROLES if role not in known.settings.allowed.code_roles), names.ROLES[0])
     if known.spec.pod_template:
         yield least, "spec.podTemplate", known.spec.pod_template
@@ -91,7 +91,7 @@ def _templates(known: Situation) -> Iterator[tuple[str, str, Mapping[Any, Any]]]
 
 
 def _fields(value: Any, path: str, shown: str, above: Collection[str]) -> Iterator[_Field]:
-    """Yield the fields below the paths in `above`; a scalar at such a path is a field itself."""
+    """Yield the fields in `value`, descending only at paths in `above`; `shown` is `path` with list indices."""
     if path in above and isinstance(value, Mapping):
         for name, each in value.items():
             name_as = "containers" if (path, name) == ("spec", "initContainers") else name
@@ -105,7 +105,7 @@ def _fields(value: Any, path: str, shown: str, above: Collection[str]) -> Iterat
 
 @cache
 def _above(paths: Collection[str]) -> frozenset[str]:
-    """Return the proper prefixes of the entries' paths that are not entries themselves.
+    """Return all parents of the entries' paths that are not entries themselves.
 
     >>> sorted(_above(("spec.volumes.name", "spec.dnsPolicy=None")))
     ['', 'spec', 'spec.volumes']
@@ -115,7 +115,7 @@ def _above(paths: Collection[str]) -> frozenset[str]:
 
 
 def _is_allowed(field: _Field, allowed: Collection[str]) -> bool:
-    """Return whether the entries allow a field with all its values.
+    """Return whether an entry allows the whole field, or entries allow each of its values.
 
     >>> _is_allowed(_Field("spec.containers.env.name", "", "NCCL_DEBUG"), ["spec.containers.env.name=NCCL_*"])
     True
@@ -133,7 +133,7 @@ def _is_allowed(field: _Field, allowed: Collection[str]) -> bool:
 
 
 def _taken(template: Mapping[Any, Any], clusters: Mapping[Any, Any], path: str) -> Iterator[str]:
-    """Yield the paths at which a template changes the chart's containers or mounts reserved volumes."""
+    """Yield where a template changes containers of `clusters`, the chart's template, or mounts reserved volumes."""
     containers = {each["name"] for each in containers_of(clusters)} - {names.CONTAINER}
     volumes = _KEPT_VOLUMES | {each["name"] for each in clusters.get("spec", {}).get("volumes", ())}
     for kind in CONTAINERS:

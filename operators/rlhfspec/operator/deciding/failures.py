@@ -99,7 +99,7 @@ def is_complete(pod: PodView) -> bool:
 
 
 def count_end(known: Situation, pod: PodView) -> Situation:
-    """Count the unexpected end of a pod once."""
+    """Return the situation with a pod's unexpected end counted once."""
     name = worker_name(pod.key)
     before = known.memory.of_worker(name)
     if before.pod == pod.uid:
@@ -155,7 +155,7 @@ def is_about_storage_away(text: str) -> bool:
 
 
 def reason_of_permanent(role: str, message: str) -> str:
-    """Return the reason of a failure that a restart would repeat.
+    """Return the condition reason of a failure that a restart would repeat.
 
     >>> reason_of_permanent("prepare", "spec.model.path: no such folder"), reason_of_permanent("reward", "exact: boom")
     ('BadConfig', 'RewardFailing')
@@ -168,7 +168,7 @@ def reason_of_permanent(role: str, message: str) -> str:
 
 
 def forgive_after_progress(known: Situation) -> Situation:
-    """Forget the failures before the last trained step."""
+    """Reset all workers' failure counts after another trained step."""
     report = known.report
     if report is None or report.step <= known.memory.step:
         return known
@@ -182,12 +182,12 @@ def forgive_after_progress(known: Situation) -> Situation:
 
 
 def has_left(pod: PodView) -> bool:
-    """Return whether a trainer pod without rank 0 ended because rank 0 released it."""
+    """Return whether a trainer pod without rank 0 ended without failure, as after its release by rank 0."""
     return pod.role == "trainer" and pod.worker > 0 and pod.is_finished and end_of(pod).cause != "failure"
 
 
 def count_end_of_set(known: Situation, ended: list[PodView]) -> Situation:
-    """Count only the end of the trainer pod that broke the set, because it ended the others too."""
+    """Count one end for the trainer's set of pods: that of the pod which probably ended the others."""
     ended = [pod for pod in ended if not has_left(pod)]
     new = [pod for pod in ended if known.memory.of_worker(worker_name(pod.key)).pod != pod.uid]
     if new and len(new) == len(ended):
@@ -208,7 +208,7 @@ def _likely_cause(pod: PodView) -> tuple[bool, float, int]:
 
 
 def keep_together(known: Situation, due: list[Worker]) -> tuple[list[Worker], Actions]:
-    """Return the due workers whose pods may be created, and the removals of a broken set of trainer pods."""
+    """Return which of the `due` workers may get pods, and the removals of a broken set of trainer pods."""
     if known.spec.roles.trainer.nodes == 1:
         return due, NOTHING
     pods = [pod for pod in known.pods if pod.role == "trainer"]

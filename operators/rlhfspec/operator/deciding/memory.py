@@ -24,7 +24,7 @@ INTERNAL = "internal"  # private status field
 
 
 def uids_made(status: Mapping[str, Any]) -> set[str]:
-    """Return the uids of the pods that the operator made."""
+    """Return the pod uids that a status records as made by the operator."""
     internal = status.get(INTERNAL)
     made = internal.get("made") if isinstance(internal, dict) else None
     return set(map(str, made.values())) if isinstance(made, dict) else set()

@@ -16,7 +16,7 @@ Worker = tuple[str, int]  # role, number
 
 
 def worker_name(key: Worker) -> str:
-    """Return ROLE-NUMBER.
+    """Return a worker's name, ROLE-NUMBER.
 
     >>> worker_name(("generator", 2))
     'generator-2'

@@ -52,7 +52,7 @@ class Cause:
 
 
 def finding(known: Situation) -> Said | None:
-    """Return the first matching cause with its first evidence, or None."""
+    """Return why the job is unhealthy: the first matching cause with its first evidence, or None."""
     outcome = known.memory.outcome
     if outcome is not None:
         return Said(outcome.reason, outcome.message) if outcome.type == "Failed" else None
@@ -121,7 +121,7 @@ def _pods(known: Situation) -> Iterator[PodView]:
 
 
 def _down(known: Situation) -> Iterator[tuple[str, WorkerMemory]]:
-    """Yield failed workers that have not been ready again for long enough."""
+    """Yield (name, memory) of failed workers that have not been ready again for long enough."""
     for key in known.wanted:
         memory, pod = known.memory.of_worker(worker_name(key)), known.by_key.get(key)
         is_back = pod is not None and pod.ready and pod.uid != memory.pod

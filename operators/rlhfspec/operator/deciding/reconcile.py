@@ -87,7 +87,7 @@ def _decide(known: Situation) -> tuple[Situation, Actions]:
 
 
 def _look_at_ends(known: Situation) -> Situation:
-    """Record ended pods, or the success of the job."""
+    """Return the situation with ended pods counted, or with the job's success."""
     memory = known.memory
     if memory.outcome is not None or memory.number == 0 or memory.state == "closed":
         return known
@@ -208,7 +208,7 @@ def _must_restart(known: Situation, pod: PodView) -> bool:
 
 
 def _surplus(known: Situation) -> Iterator[PodView]:
-    """Yield surplus pods, but running generators one at a time because each hands over sequences."""
+    """Yield unwanted pods, but running generators one at a time because each hands over sequences."""
     if not known.memory.prepared:
         return
     wanted = set(known.wanted)

@@ -81,14 +81,14 @@ def take_down(known: Situation, *, keep_finished: bool) -> Actions:
 
 
 def is_stale(known: Situation, new_seconds: float) -> bool:
-    """Return whether recent pods of a later run show that this view of the job is stale."""
+    """Return whether a pod of a later run, younger than `new_seconds`, shows that this view of the job is stale."""
     number = known.memory.number
     next_runs = {names.run_uid(known.job.uid, later) for later in (number + 1, number + 2)}
     return any(pod.run in next_runs and known.seconds_since(pod.created) < new_seconds for pod in known.observed.pods)
 
 
 def settle_generators(known: Situation) -> Situation:
-    """Set the wanted number of generators, within the Kueue quota."""
+    """Set the wanted number of generators from spec and report, within Kueue's quota."""
     generator, memory = known.spec.roles.generator, known.memory
     wanted = memory.generators if memory.asked == generator.workers else generator.workers  # else the job was scaled
     if generator.replicas is None:
@@ -106,7 +106,7 @@ def settle_generators(known: Situation) -> Situation:
 
 
 def _next_count(known: Situation, count: int, advice: int) -> int:
-    """Return `count` changed by at most one towards `advice`, once all generators exist."""
+    """Return the next number of generators: `count`, changed by one towards `advice` once all exist."""
     generators = [pod for pod in known.pods if pod.role == "generator"]
     if len(generators) != count or any(pod.is_deleting for pod in generators):
         return count

@@ -130,7 +130,7 @@ class Situation:
         return self.remembering(workers={**self.memory.workers, name: worker}, **changes)
 
     def ended(self, type_: Literal["Succeeded", "Failed"], reason: str, message: str) -> Situation:
-        """Return the situation with this outcome, unless it has one."""
+        """Return the situation with this outcome, or unchanged if it has one."""
         if self.memory.outcome is not None:
             return self
         return self.remembering(outcome=JobOutcome(type_, reason, message), completed=self.now)
@@ -191,7 +191,7 @@ class Situation:
 
     @property
     def report(self) -> Report | None:
-        """Return the last report if it is about this run."""
+        """Return the last report if it is about the open run, else None."""
         report = self.observed.report
         return report if report is not None and report.run == self.run_uid and self.memory.state == "open" else None
 
@@ -208,7 +208,7 @@ class Situation:
         return pod.gone_by is not None and self.seconds_since(pod.gone_by) >= LOST_SECONDS
 
     def refused_seconds(self, kind: str, name: str) -> float:
-        """Return the seconds until a refused object may be retried."""
+        """Return the seconds until a refused object may be retried, 0 for others."""
         for refusal in self.observed.refusals:
             if (refusal.kind, refusal.name) == (kind, name):
                 return max(REFUSED_SECONDS - self.seconds_since(refusal.at), 0.0)
@@ -218,7 +218,7 @@ class Situation:
         return requeued((time - self.now).total_seconds())
 
     def removal_of(self, pod: PodView, grace_seconds: int | None = None) -> Actions:
-        """Return the actions that remove a pod, by force once its node counts as lost."""
+        """Return the actions that delete a pod, by force once it is lost, except a trainer's."""
         if pod.gone_by is None:
             return Actions(delete=(Delete("Pod", pod.name, grace_seconds, pod.uid),))
         lost_at = pod.gone_by + timedelta(seconds=LOST_SECONDS)

@@ -77,7 +77,7 @@ def undecided(job: JobView, error: Exception, now: datetime) -> tuple[dict[str, 
 def seconds_to_write(
     old: Mapping[str, Any], new: Mapping[str, Any], last_write: datetime | None, now: datetime
 ) -> float | None:
-    """Return the seconds until the next status write, None if unchanged."""
+    """Return the seconds until the status should be written, None if unchanged."""
     if old == new:
         return None
     if last_write is None or _news(old) != _news(new):
@@ -151,7 +151,7 @@ def _steps_of(known: Situation) -> int:
 
 
 def _completed_step(known: Situation) -> int:
-    """Return the step in the trainer's final message, because control may not have reported it, or 0."""
+    """Return the step in the trainer's final message, which control may not have reported, or 0 without one."""
     outcome = known.memory.outcome
     said = re.match(r"completed: step (\d+)", outcome.message) if outcome and outcome.type == "Succeeded" else None
     return int(said[1]) if said else 0

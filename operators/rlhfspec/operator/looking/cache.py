@@ -134,7 +134,7 @@ class Cache:
         return key
 
     def put_warning(self, event: Json) -> Key | None:
-        """Store a warning about a known pod of its namespace."""
+        """Store a warning about a known pod of its namespace; return its job if new."""
         about, name = event["involvedObject"], event["metadata"]["name"]
         found = self._pod_by_uid.get(about.get("uid", ""))
         if found is None or found[0][0] != event["metadata"]["namespace"]:
@@ -158,7 +158,7 @@ class Cache:
             self._gone.popitem(last=False)
 
     def uids(self, kind: Kind, namespace: str | None) -> set[str]:
-        """Return the known uids; call this before a list begins."""
+        """Return the cached uids, as `before` of `listed`; call this before a list begins."""
         if kind == "workload":
             return self.workloads.uids(namespace)
         if kind == "job":
@@ -195,7 +195,7 @@ class Cache:
             job.report, job.report_at = report, now
 
     def refused(self, key: Key, refusal: Refusal) -> bool:
-        """Record a refusal and return whether it is new."""
+        """Record an object's refusal and return whether it is new."""
         if (job := self._jobs.get(key)) is None:
             return False
         last = job.refusals.get((refusal.kind, refusal.name))
@@ -203,7 +203,7 @@ class Cache:
         return last is None or (last.reason, last.message) != (refusal.reason, refusal.message)
 
     def accepted(self, key: Key, kind: str, name: str) -> bool:
-        """Forget a refusal and return whether there was one."""
+        """Forget an object's refusal and return whether there was one."""
         job = self._jobs.get(key)
         return job is not None and job.refusals.pop((kind, name), None) is not None
 

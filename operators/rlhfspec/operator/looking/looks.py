@@ -139,7 +139,7 @@ class Reconciler:
         return answer
 
     async def _create(self, key: Key, things: tuple[dict[str, Any], ...], now: datetime) -> bool:
-        """Create objects kind by kind and return whether to reconcile again."""
+        """Create objects kind by kind, up to a refused kind, and return whether to reconcile again."""
         learned = False
         for kind, group in groupby(things, key=lambda thing: str(thing["kind"])):
             asked = list(group)

@@ -47,7 +47,7 @@ def job_view(body: Mapping[str, Any], before: JobView | None = None) -> JobView:
 
 
 def manifest_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the manifest as a user would write it."""
+    """Return the manifest without status and fields that the API server adds."""
     metadata = body["metadata"]
     annotations = {k: v for k, v in (metadata.get("annotations") or {}).items() if k != _LAST_APPLIED}
     kept = {"name": metadata["name"], "namespace": metadata["namespace"]}
@@ -57,7 +57,7 @@ def manifest_of(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read(manifest: Mapping[str, Any]) -> tuple[RLHFJob | None, tuple[Problem, ...]]:
-    """Validate a manifest like a job file, without checks of local files."""
+    """Return (job or None, problems) of a manifest, without checks of local files."""
     try:
         job = RLHFJob.model_validate(manifest)
         problems = tuple(finding.as_problem({}) for finding in check(job))
@@ -69,7 +69,7 @@ def read(manifest: Mapping[str, Any]) -> tuple[RLHFJob | None, tuple[Problem, ..
 
 
 def pod_view(pod: Mapping[str, Any]) -> PodView | None:
-    """Return the view of a pod, identified by owner and name because labels can be forged."""
+    """Return the view of a job's pod, identified by owner and name because labels can be forged."""
     metadata, spec, status = pod["metadata"], pod.get("spec") or {}, pod.get("status") or {}
     owner = owner_of(metadata)
     if owner is None or (worker := _worker_of(metadata["name"], owner["name"])) is None:
@@ -119,7 +119,7 @@ def _has_sidecar_left(status: Mapping[str, Any]) -> bool:
 
 
 def _phase_of_worker(status: Mapping[str, Any], container: Mapping[str, Any]) -> Any:
-    """Return the pod's phase, or that of its ended worker container unless the pod has a reason of its own."""
+    """Return the phase of the ended worker container, or the pod's if the pod has its own reason or the worker runs."""
     ended = (container.get("state") or {}).get("terminated")
     if ended and not status.get("reason"):
         return "Failed" if ended.get("exitCode") else "Succeeded"

@@ -184,7 +184,7 @@ class Informers:
 
 
 def _workloads(known: Workloads) -> Iterator[WatchSource]:
-    """Yield the source of Workloads, which is retried forever if Kueue is missing."""
+    """Yield the watch of Kueue's Workloads, which is retried forever if Kueue is missing."""
     yield WatchSource(
         workloads.WORKLOAD_VERSION, workloads.WORKLOAD_KIND, known.put, known.remove, "workload", labels=PODS
     )

@@ -251,7 +251,7 @@ def _pod_set(blank: Situation, role: str, count: int) -> dict[str, Any]:
 
 
 def _priority(known: Situation, sets: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the job's priority, which is its trainer's."""
+    """Return the Workload's priority fields, from the trainer's PriorityClass, or {}."""
     trainer = next(each for each in sets if each["name"] == "trainer")
     name = trainer["template"]["spec"].get("priorityClassName")
     if name is None or name not in known.observed.queueing.priorities:

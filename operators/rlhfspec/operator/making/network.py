@@ -39,7 +39,7 @@ OWN_PORTS = (_RANKS, _WEIGHTS, _MOVES)
 
 
 def policies(known: Situation, metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the policies that a job needs."""
+    """Return the NetworkPolicies that a job needs."""
     if not known.settings.network_policies:
         return []
     roles = known.spec.roles

@@ -40,7 +40,7 @@ def pod(known: Situation, key: Worker) -> dict[str, Any]:
 
 
 def connections(known: Situation) -> dict[str, Any]:
-    """Return the contents of `connections.json`."""
+    """Return the contents of `connections.json`: URLs, folders, ports."""
     job, settings, folder = known.job, known.settings, str(known.run_folder)
     told: dict[str, Any] = {
         "uid": known.run_uid,

@@ -58,7 +58,7 @@ def pod(known: Situation, key: Worker, owner: dict[str, Any]) -> dict[str, Any]:
 
 
 def _take_privileges(spec: dict[str, Any], cluster: Mapping[Any, Any]) -> None:
-    """Drop the privileges of the containers that the job adds."""
+    """Drop the privileges of containers that the job adds to those of `cluster`, the chart's template."""
     known = {names.CONTAINER} | {each["name"] for each in containers_of(cluster)}
     for kind in CONTAINERS:
         if kind in spec:
@@ -227,7 +227,7 @@ def _variables_of(secret: str | None) -> dict[str, Any]:
 
 
 def _probes(start_seconds: int) -> dict[str, Any]:
-    """Return probes that restart a process whose event loop hangs for a minute."""
+    """Return probes that restart a process that does not start in `start_seconds` or hangs for a minute."""
 
     def probe(path: str, **settings: int) -> dict[str, Any]:
         return {"httpGet": {"path": path, "port": "http", "scheme": "HTTP"}, **settings}
@@ -275,7 +275,7 @@ def num_gpus(known: Situation, role: str) -> int:
 
 
 def _gpus(known: Situation, role: str, options: PodOptions) -> dict[str, int]:
-    """Return the worker container's GPU limits by kind, counting each resource claim as one device."""
+    """Return the worker container's GPU limits by resource name, counting each resource claim as one device."""
     resources = _resources(known, role, options)
     limits, claims = resources.get("limits"), resources.get("claims")
     found = {
@@ -297,7 +297,7 @@ def _asked(known: Situation, role: str, options: PodOptions) -> Mapping[Any, Any
 
 
 def _resources(known: Situation, role: str, options: PodOptions) -> Mapping[Any, Any]:
-    """Return the resources after merging templates."""
+    """Return the worker container's resources after merging templates."""
     resources = _asked(known, role, options)
     for template in _templates(known, options):
         containers = template.get("spec", {}).get("containers")
@@ -363,7 +363,7 @@ def _is_list(value: object) -> bool:
 
 
 def _merged_lists(base: Sequence[Any], change: Sequence[Any], name: str) -> list[Any]:
-    """Merge items by key, replace lists of text, and keep only one source per volume."""
+    """Merge items of the list field `name` by key, replace lists of text, and keep only one source per volume."""
     key = _KEYS.get(name, "name")
     if not all(isinstance(item, Mapping) for item in (*base, *change)):
         return list(change)

@@ -85,7 +85,7 @@ def problem_of(job: RLHFJob | None, tried: Sequence[dict[str, Any]], answers: Se
 
 
 def refusals(tried: Sequence[dict[str, Any]], answers: Sequence[ApiResponse]) -> list[tuple[str, ApiResponse]]:
-    """Return the rejections of the `prepare` pod that would also occur without a dry run."""
+    """Return (pod name, response) of `prepare` rejections that would also occur without a dry run."""
     return [
         (pod["metadata"]["name"], answer)
         for pod, answer in zip(tried, answers, strict=True)

@@ -25,7 +25,7 @@ LOG = logging.getLogger(__name__)
 
 class Dialling:
     def __init__(self, urls: dict[str, str], told: Callable[[Said | None], None]) -> None:
-        """Create a dialler of `urls`, keyed by server name; `told` receives each changed result."""
+        """Create a dialler of `urls`, keyed by server name; `told` receives each new problem, or None."""
         self._urls = urls
         self._told = told
         self._missed = dict.fromkeys(urls, 0)

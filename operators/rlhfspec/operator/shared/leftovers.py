@@ -54,7 +54,7 @@ class Runs:
         return {ClusterRun(namespace, uid) for namespace, uid in self._cache.open_runs()}
 
     def to_declare(self) -> list[OpenRun]:
-        """Return the open runs whose job is valid."""
+        """Return the open runs of valid jobs, whose streams must exist."""
         return [
             OpenRun(view.namespace, view.name, uid, frozenset(workers_of(view.job)))
             for uid, view in self._cache.jobs_of_open_runs().items()
@@ -72,7 +72,7 @@ class Runs:
         return live
 
     def over(self, found: Iterable[ClusterRun]) -> set[ClusterRun]:
-        """Return the runs of `found` that are over; `found` must be listed before this call."""
+        """Return the runs of `found` that are over; list `found` from the server before this call."""
         live, watched = self.live(), self._watched()
         return {
             run for run in found if run.uid not in live and (run.namespace in watched or self._was_seen_to_end(run))

@@ -47,7 +47,7 @@ class RedisUsers:
         await close(self._redis)
 
     async def _make(self, there: set[str], runs: Runs) -> None:
-        """Create missing users, or all after a reconnect, because another version may have created them."""
+        """Create users that are not `there`, or all after a reconnect, as another version may have created them."""
         num_connects = self._num_connects
         known = there if num_connects == self._made_after else set[str]()
         commands = [

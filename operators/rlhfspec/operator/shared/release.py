@@ -55,7 +55,7 @@ def proof_by(keys: Keys) -> Proof:
 
 
 def servers_of(told: OperatorFile, keys: Keys, folder: Path) -> list[Server]:
-    """Return the servers to maintain; `folder` holds the mounted keys."""
+    """Return the NATS and Redis servers to maintain; `folder` holds the mounted keys."""
     tls = ssl.create_default_context(cadata=keys.ca_pem.decode()) if urlsplit(told.nats_url).scheme == "tls" else None
     inbox, install = inbox_of(OPERATOR, "release"), install_of(keys.master)
     servers: list[Server] = [Streams(told.nats_url, install, operator_creds(keys), inbox, tls)]

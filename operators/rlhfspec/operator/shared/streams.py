@@ -49,7 +49,7 @@ def run_in(stream: str) -> str:
 
 
 def calls_of(run: OpenRun, install: str, there: Collection[str]) -> list[Call]:
-    """Return the calls that create a run's missing streams and consumers."""
+    """Return the JetStream calls that create a run's streams and consumers, unless all are `there`."""
     keeping = Keeping(work_seconds=KEEP_SECONDS, metadata=metadata_of(install, run.namespace))
     calls: list[Call] = []
     is_lacking = False

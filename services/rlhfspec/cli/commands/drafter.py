@@ -192,7 +192,7 @@ def _table(lines: list[LearntLine]) -> Table:
 
 
 def _acceptance(counts: list[tuple[int, ...]]) -> list[str]:
-    """Return tokens per verification, then by depth the share of verifications that accepted at least that many.
+    """Return as text the tokens per verification, then by depth the share of verifications that accepted as many.
 
     >>> _acceptance([(1, 1), (0, 1, 1)])
     ['2.00', '75%', '25%', '0%', '0%', '0%', '0%']

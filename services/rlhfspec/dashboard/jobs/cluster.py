@@ -26,7 +26,7 @@ SPEAKING = ("Starting", "Running", "Suspending")  # phases in which a run sends 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Servers:
-    """Servers of the release. `storage`: mount of the claim `storage_claim`, if any."""
+    """NATS and Redis of the release. `storage`: mount path of the claim `storage_claim`, if any."""
 
     nats_url: str | None = None
     redis_url: str | None = None
@@ -137,7 +137,7 @@ class ClusterSource:
 
 
 def head_of(job: Mapping[str, Any]) -> JobHead:
-    """Return the list row of a job. Unset fields are empty.
+    """Return a job's row in the job list. Unset fields are empty.
 
     >>> job = {"metadata": {"namespace": "a", "name": "sums"}, "spec": {"algorithm": {"name": "grpo"}},
     ...        "status": {"phase": "Running", "progress": {"step": 3, "totalSteps": 9, "reward": 0.5}, "gpus": 4}}

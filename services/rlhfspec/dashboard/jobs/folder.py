@@ -58,7 +58,7 @@ PLACE_OF = {name: place for place, name in enumerate(COLUMNS)}
 
 
 def row_of(line: str | bytes) -> Row | None:
-    """Return the row of a line of steps.jsonl, or None if damaged."""
+    """Return the values of COLUMNS in a line of steps.jsonl, or None if it is damaged."""
     try:
         content = json.loads(line)
     except ValueError:
@@ -68,7 +68,7 @@ def row_of(line: str | bytes) -> Row | None:
 
 
 def warning_of_rows(rows: Mapping[int, Row], evaluations: Mapping[int, Evaluation]) -> str:
-    """Return a warning about the last evaluation, else about the last steps, or ""."""
+    """Return a warning of collapse, else of equal rewards in the last steps, else ""."""
     last = [rows[step] for step in sorted(rows)[-NUM_STEPS:]]
     groups = [(row[PLACE_OF["equal_groups"]], row[PLACE_OF["prompts"]]) for row in last]
     made = [evaluations[step] for step in sorted(evaluations) if step <= max(rows, default=0)]  # since the last resume
@@ -86,7 +86,7 @@ def _number(content: Any, path: tuple[str, ...]) -> float | None:
 
 
 class NewLines:
-    """Reader of complete lines appended since the last call. Truncated or replaced files are reread."""
+    """Reader of complete lines appended since the last `read`. Truncated or replaced files are reread."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -221,7 +221,7 @@ def shown(text: str, most: int) -> str:
 
 @dataclass(slots=True)
 class Changes:
-    """Changes since the last call. `anew`: earlier data is invalid, because the run resumed from a checkpoint."""
+    """Changes in a run folder. `anew`: earlier data is invalid, because the run resumed from a checkpoint."""
 
     rows: list[Row] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
@@ -273,7 +273,7 @@ class RunReader:
 
 
 def life_content(life: Life) -> dict[str, Any]:
-    """Return the trace in seconds since its start. Each piece is (style, begin, end)."""
+    """Return a sample's trace in seconds since its start. Each piece of a span is (style, begin, end)."""
     return {
         "sample": life.sample,
         "began": life.began,

@@ -24,7 +24,7 @@ V = TypeVar("V")
 
 
 class Kept(Generic[V]):
-    """Cache of the newest `most` results. Errors reach all waiting callers and are not cached."""
+    """Cache of the newest `most` results for `seconds` each. Errors reach all waiting callers and are not cached."""
 
     def __init__(self, *, seconds: float, most: int = 2000, clock: Clock | None = None) -> None:
         self._seconds = seconds

@@ -158,7 +158,7 @@ class _Run:
 
 
 def _conditions(head: JobHead, manifest: dict[str, Any]) -> tuple[Condition, ...]:
-    """Return conditions in the form that a cluster reports."""
+    """Return the run's conditions in the form of a cluster's job."""
     running = head.phase == "Running"
     found = [Condition(type="Running", status=str(running), since=head.started)]
     if head.ended is not None:

@@ -84,7 +84,7 @@ class RunFolderInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobDetail:
-    """Details of a job. `last_words`: log ends of terminated pods, for users who may read logs."""
+    """Details of a job. `last_words`: last log lines of terminated pods, for users who may read logs."""
 
     head: JobHead
     run: str = ""  # uid of the current or last run

@@ -96,7 +96,7 @@ class Feed:
         self.texts.close()
 
     def reader(self, last_id: str, hidden: Sequence[str] = ()) -> Reader:
-        """Return a reader that skips the events in `hidden`."""
+        """Return a reader from event `last_id` on, without the events in `hidden`."""
         return self.events.reader(self._whole, last_id, hidden)
 
     # --- gathering -----------------------------------------------------------------------------------------------

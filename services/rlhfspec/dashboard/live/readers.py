@@ -70,13 +70,13 @@ class EventStream:
             self._send(event)
 
     def anew(self, whole: Callable[[], Any]) -> None:
-        """Discard kept events and send the whole state to all readers."""
+        """Discard kept events and send the whole state, `whole()`, to all readers."""
         self._number += 1
         self._kept.clear()
         self._send(self._event("whole", encoded(whole())))
 
     def reader(self, whole: Callable[[], Any], last_id: str = "", hidden: Sequence[str] = ()) -> Reader:
-        """Return a reader from `last_id` on, or with the whole state if that id is unknown."""
+        """Return a reader of the events after `last_id`, which begins with `whole()` if that id is unknown."""
         reader = Reader(hidden=hidden)
         missed = self._missed(last_id)
         if missed is None:

@@ -100,7 +100,7 @@ def _run(engine: Any, scenario: BenchScenario, mode: str, view: _View) -> Trace:
 
 
 class _View:
-    """View of the traces: a live table in a terminal, occasional lines elsewhere."""
+    """Display of the runs' traces: a live table in a terminal, occasional lines elsewhere."""
 
     def __init__(self, console: Console, traces: dict[str, Trace], num_tokens: int) -> None:
         self._console = console

@@ -126,7 +126,7 @@ def _check_own(path: str, max_context: int, device: str | None) -> int:
 
 
 def _check_on(device: str, make: Callable[[], Any], max_context: int) -> int:
-    """Print the flipped tokens in fast and exact mode, and return the exit code; exact samples may not differ."""
+    """Print flipped tokens in fast and exact mode and return the exit code; batching must not change exact samples."""
     from rlhfspec.errors import UnsupportedModel
     from rlhfspec.sweep.flips import count_flips
 

@@ -121,7 +121,7 @@ def migrate(
 
 
 def large_kv_folder(folder: Path) -> str:
-    """Save an untrained model with a large KV, useful only for its bytes."""
+    """Save an untrained model whose KV cache has many bytes per token, and return its folder."""
     from rlhfspec.tiny import large_kv_model
     from rlhfspec.tiny.tokenizer import VOCAB_SIZE, hugging_face_tokenizer
 

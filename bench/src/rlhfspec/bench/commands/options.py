@@ -37,7 +37,7 @@ def chosen(defaults: Mapping[str, Any], **given: Any) -> dict[str, Any]:
 
 
 def names(text: str | None) -> tuple[str, ...] | None:
-    """Split names at commas.
+    """Split names at commas, or return None.
 
     >>> names("shm,tcp"), names(None)
     (('shm', 'tcp'), None)
@@ -76,7 +76,7 @@ def show(
 def models(
     model: str | None, draft: str | None, status: StatusLine, *, tiny_target: str = "wide", pair: str = "english"
 ) -> tuple[str, str | None]:
-    """Return the given folders, or a pair of `scenarios.PAIRS`, created on first use."""
+    """Return the folders of target and draft model, those given or a pair of `scenarios.PAIRS`, made on first use."""
     from rlhfspec.tiny import ensure, smollm2
 
     if model is None and draft is not None:

@@ -214,10 +214,10 @@ def _calibration(samples: list[Ran]) -> Calibration:
 
 
 def _samples(run: Path) -> list[Ran]:
-    """Return one entry per sample and generator that made a part of it.
+    """Return one entry per sample and generator that generated a part of it.
 
-    Times come from traces, prompts from samples. Words stand for prompt tokens, which a run's folder does not record;
-    a generator that continues a sample need not run its prompt.
+    Times come from traces. A prompt's words are counted instead of its tokens, which a run's folder does not record;
+    a generator that continues a sample has no prompt to prefill.
     """
     from rlhfspec.runs.folder.run_folder import RunFolder
     from rlhfspec.simulator.calibrate import Ran
@@ -245,7 +245,7 @@ def _samples(run: Path) -> list[Ran]:
 
 
 def _kill(text: str, count: int) -> Kill:
-    """Parse `GENERATOR@SECONDS[+SECONDS]`.
+    """Parse `GENERATOR@SECONDS[+SECONDS]`: when it dies and, optionally, how long it stays dead.
 
     >>> _kill("3@2.5+10", 8)
     Kill(generator=3, at_seconds=2.5, back_after_seconds=10.0)
@@ -260,7 +260,7 @@ def _kill(text: str, count: int) -> Kill:
 
 
 def _slow(text: str, count: int) -> tuple[int, float]:
-    """Parse `GENERATOR:TIMES`.
+    """Parse `GENERATOR:TIMES`, a generator and how many times as long its steps take.
 
     >>> _slow("0:1.5", 2)
     (0, 1.5)

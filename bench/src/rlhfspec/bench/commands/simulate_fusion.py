@@ -37,7 +37,7 @@ def simulate_fusion(text: str, *, as_json: bool, out: Path | None) -> None:
 
 
 def case_of(text: str) -> PipelineCase:
-    """Parse `STAGESxMICROBATCHES[xCRITIC]`.
+    """Parse `STAGESxMICROBATCHES[xCRITIC]`, where CRITIC is the critic's forward time in units of the actor's.
 
     >>> case_of("4x8x0.5")
     PipelineCase(num_stages=4, num_micro_batches=8, forward_seconds=(1.0, 0.5))

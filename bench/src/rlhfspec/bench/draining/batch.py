@@ -44,7 +44,7 @@ class Trace:
 
     @property
     def recent_tokens_per_second(self) -> float:
-        """Return tokens per second over the last steps."""
+        """Return tokens per second over the last 12 steps."""
         recent = self.steps[-12:]
         began = self.steps[-13].seconds if len(self.steps) > 12 else 0.0
         elapsed = self.seconds - began
@@ -59,7 +59,7 @@ class Trace:
         return digest(self.completions)
 
     def strategies_by_activity(self) -> list[tuple[int, int, str]]:
-        """Return (highest, lowest, most used strategy) per band of active sequences, each half the one before."""
+        """Return (upper limit, lower limit, most used strategy) by band of active sequences; limits halve each time."""
         bands: list[tuple[int, int, str]] = []
         high = max((step.num_active for step in self.steps), default=0)
         while high >= 1:
@@ -72,7 +72,7 @@ class Trace:
 
 
 def drain_and_watch(engine: Any, requests: list[Request], mode: str, on_step: Callable[[Trace], None]) -> Trace:
-    """Run the requests with an empty prefix cache, calling `on_step` after each step; seconds are the engine's."""
+    """Run the requests with an empty prefix cache, calling `on_step` after each step; its time does not count."""
     engine.forget_kept()
     trace = Trace(mode=mode)
     for request in requests:

@@ -40,7 +40,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriftSettings:
-    """Settings of a job on sums, such as examples/grpo.yaml; `share` of step time is for learning."""
+    """Settings of the benchmark. `job` trains on sums; learning may take `share` of its step time."""
 
     job: Path
     model: str
@@ -53,7 +53,7 @@ class DriftSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriftStep:
-    """Result of one mode in one step. Seconds are CPU time of one thread."""
+    """Result of one mode in one step. Seconds, except `run_seconds`, are CPU time of one thread."""
 
     mode: str
     step: int
@@ -113,7 +113,7 @@ def run(settings: DriftSettings, folder: Path) -> None:
 
 
 def replayed(settings: DriftSettings, folder: Path, report: Report) -> Iterator[DriftStep]:
-    """Yield the steps of a finished run, with both modes taking turns."""
+    """Generate the steps of a finished run again, and yield their results; both modes take turns."""
     lines = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
     run_seconds = statistics.median(line["seconds"]["step"] for line in lines)
     engines = {
@@ -159,7 +159,7 @@ def requests(step: int) -> list[Request]:
 
 
 def learnt_for(engine: Engine, seconds: float) -> float:
-    """Learn for at most `seconds` of CPU time, in whole optimizer steps; return the time taken."""
+    """Train the drafter for at most `seconds` of CPU time, in whole optimizer steps; return the seconds taken."""
     began, took, learning = time.process_time(), 0.0, engine.learning
     assert learning is not None
     while (spent := time.process_time() - began) + took < seconds and learning.learn_while_idle():
@@ -168,7 +168,7 @@ def learnt_for(engine: Engine, seconds: float) -> float:
 
 
 def bars_of(results: DriftResults) -> tuple[Bar, ...]:
-    """Return the bars of tokens per verification from step 15 on, and of learning time."""
+    """Return the bars on tokens per verification, learning / frozen, from step 15 on, and on learning time."""
     frozen, learning = results.of(FROZEN, since=FROM_STEP), results.of(LEARNING, since=FROM_STEP)
     if not frozen:
         return ()

@@ -17,7 +17,7 @@ from rlhfspec.engine.drafting.journal import Decision, Explanation
 
 
 def observe(engine: Any, scenario: BenchScenario) -> tuple[Explanation, AcceptanceModel]:
-    """Generate the scenario after a warm-up; return the selector's explanation and the acceptance model."""
+    """Run the scenario after a warm-up; return the explanation of the selector's decisions and the acceptance model."""
     for repetition, name in enumerate(("warm-up", "observed")):
         arguments = {
             "prompts": scenario.prompts,

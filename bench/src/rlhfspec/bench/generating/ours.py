@@ -72,7 +72,7 @@ class OurWorker:
 
 
 def requests_of(arguments: dict[str, Any], name: str) -> list[Request]:
-    """Return a run's requests, in new groups so that earlier runs do not help the suffix drafter."""
+    """Return a run's requests, in groups that start with `name` so that earlier runs do not help the suffix drafter."""
     temperature = arguments.get("temperature", 1.0)
     columns = zip(arguments["prompts"], arguments["max_tokens"], arguments["seeds"], strict=True)
     return [
@@ -99,7 +99,7 @@ def drain(engine: Any, requests: list[Request]) -> list[Completion]:
 
 
 def accepted_per_verification(completions: list[Completion]) -> float:
-    """Return drafted tokens accepted per target forward and sequence, 0 without drafts."""
+    """Return the mean number of drafted tokens accepted per sequence and target forward, 0 without drafts."""
     verifications = sum(completion.stats.num_verifications for completion in completions)
     return sum(completion.stats.num_accepted for completion in completions) / max(verifications, 1)
 

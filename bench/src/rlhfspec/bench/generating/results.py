@@ -67,7 +67,7 @@ class BenchResults:
 
 
 def published(settings: Any, *paths: str) -> dict[str, Any]:
-    """Return the settings for JSON, with `paths` shortened to folder names."""
+    """Return the settings as JSON content, with the fields named in `paths` shortened to folder names."""
     names = {name: Path(path).name for name in paths if (path := getattr(settings, name))}
     return asdict(settings) | names
 

@@ -36,7 +36,7 @@ Report = Callable[[str], None]
 class BenchSettings:
     """Settings of a benchmark. No repetition starts after `budget_seconds`.
 
-    The mode `static` is every strategy of the grid, `static:NAME` one of them.
+    The mode `static` stands for every static strategy of the grid, `static:NAME` for one of them.
     """
 
     target: str
@@ -101,12 +101,12 @@ class Benchmark:
         return replace(results, bars=bars_of_generation(results))
 
     def _share_of_time(self, index: int) -> float:
-        """Return the deadline of the thread count at `index`; all thread counts share the time left equally."""
+        """Return the deadline of the thread count at `index`; it and later ones share the time left equally."""
         now = self._clock()
         return now + (self._deadline - now) / (len(self._settings.threads) - index)
 
     def _start(self, stack: ExitStack, num_threads: int) -> tuple[dict[str, Worker], dict[str, Any]]:
-        """Return workers by mode, and the load report of rlhfspec's engine."""
+        """Start all workers; return them by mode, and the load report of rlhfspec's engine."""
         self._report(f"{num_threads} thread(s): starting the engine and measuring its cost tables")
         ours = stack.enter_context(Worker.start(our_command(), num_threads=num_threads))
         loaded = ours.ask("load", **self._load_arguments(num_threads))["loaded"]

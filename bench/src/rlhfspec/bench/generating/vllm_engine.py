@@ -1,4 +1,4 @@
-"""Benchmark worker for the engine `vllm`: vLLM under the law, with both log-probs, through its pipe.
+"""Benchmark worker for the engine `vllm`: a vLLM process with rlhfspec's sampling (docs/law.md).
 
 python -m rlhfspec.bench.generating.vllm_engine PYTHON_WITH_VLLM
 """
@@ -21,7 +21,7 @@ from rlhfspec.engine.vllm.process import VllmProcess
 def opened(
     model: str, python: Path, *, max_context: int, max_sequences: int, dtype: str, num_threads: int
 ) -> VllmEngine:  # fmt: skip
-    """Start vLLM without drafts and prefix caching, like `vllm_worker.py`."""
+    """Start the engine `vllm` without drafts and prefix caching, as `vllm_worker.py` starts vLLM."""
     arguments = {
         "model": model, "skip_tokenizer_init": True, "dtype": dtype, "max_model_len": max_context,
         "max_num_seqs": max_sequences, "enforce_eager": True, "enable_prefix_caching": False, "async_scheduling": False,

@@ -5,7 +5,7 @@
     {"stage": {...}}   -> {"ready": {}}                          prepare requests
     {"go": {"ids"}}    -> {"finished": {"ids", "at"}}, ...       run some of them
     {"move": {...}}    -> {"moved": {...}}                       move a sequence
-    {"cpu": {}}        -> {"cpu": {...}}                         CPU so far, and the longest recent hold
+    {"cpu": {}}        -> {"cpu": {...}}                         CPU so far, longest recent engine hold
     {"end": {}}        -> {"ended": {...}}                       digests, and every step of the stage
 
 The generator also sends {"load": {...}} unprompted, as in a run. Times are of the monotonic clock, which processes of a
@@ -49,7 +49,7 @@ class PlannedRequest:
 
 
 class NameCustody:
-    """Custody that keeps only the names of local sequences, not their prompts."""
+    """Custody (the mover's record of local sequences) that keeps only names, not prompts."""
 
     def __init__(self) -> None:
         self.held: set[str] = set()
@@ -151,7 +151,7 @@ class Generator:
     async def _on_stage(
         self, *, name: str, speculation: str, sequences: list[dict[str, Any]], watch: list[str] | None = None
     ) -> None:
-        """Prepare a stage's requests, in new groups so that earlier stages do not help its drafts."""
+        """Prepare a stage's requests, in groups of its own so that earlier stages do not help its drafts."""
         planned = [planned_of(name, **sequence) for sequence in sequences]
 
         def begin() -> None:
@@ -174,7 +174,7 @@ class Generator:
         await self._calls.call(submit)
 
     async def _on_move(self, *, must_go: bool = False, **move: Any) -> None:
-        """Begin a move, which continues while other lines are read."""
+        """Begin a move, which continues while other lines are read; with `must_go` it may move without KV."""
 
         async def make() -> None:
             order = Move(**move)
@@ -209,7 +209,7 @@ class Generator:
         self._tell("cpu", **await self._calls.call(read))
 
     async def _on_watched(self) -> None:
-        """Report watched tokens since the last report, and the median time of recent steps without prefill."""
+        """Report watched sequences' new tokens, and the median time of recent steps without prefill."""
 
         def read() -> dict[str, Any]:
             watched, self._watched = self._watched, []

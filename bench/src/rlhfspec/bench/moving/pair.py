@@ -1,4 +1,4 @@
-"""Client of two generator processes of one thread, each on its own core."""
+"""Client of two generator processes, each with one engine thread and a core of its own."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Pair:
             self.tell(number, request, **arguments)
 
     def hear(self, timeout_seconds: float = _PATIENCE_SECONDS) -> tuple[int, str, dict[str, Any]]:
-        """Return the sender, name and content of the next message."""
+        """Return the sending generator, name and content of the next message, or raise WorkerFailed."""
         try:
             number, message = self._heard.get(timeout=timeout_seconds)
         except queue.Empty:
@@ -73,7 +73,7 @@ class Pair:
         return number, name, rest
 
     def hear_all(self, wanted: str) -> list[dict[str, Any]]:
-        """Return each generator's `wanted` reply, dropping other messages."""
+        """Return each generator's next message named `wanted`, dropping other messages."""
         answers: dict[int, dict[str, Any]] = {}
         while len(answers) < NUM_GENERATORS:
             number, name, rest = self.hear()
@@ -82,7 +82,7 @@ class Pair:
         return [answers[number] for number in range(NUM_GENERATORS)]
 
     def ask(self, number: int, request: str, answer: str, **arguments: Any) -> dict[str, Any]:
-        """Send one generator a request and return its reply, dropping other messages."""
+        """Send a generator a request and return its reply named `answer`, dropping other messages."""
         self.tell(number, request, **arguments)
         while True:
             speaker, name, rest = self.hear()
@@ -123,7 +123,7 @@ def sequences_of(
     ids: Iterable[str], prompts: Iterable[tuple[int, ...]], lengths: Iterable[int], seeds: Iterable[int],
     groups: Iterable[int], *, max_tokens: int,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Return sequences in the generators' format; an engine sees `max_tokens` but no lengths."""
+    """Return sequences in the generators' format. Engines get `max_tokens`; only generators use `lengths`, to cut."""
     columns = zip(ids, prompts, lengths, seeds, groups, strict=True)
     return [
         {"id": name, "prompt": list(prompt), "length": length, "max_tokens": max_tokens, "seed": seed, "group": group}

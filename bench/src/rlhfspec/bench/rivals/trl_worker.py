@@ -16,7 +16,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def variety(completion: str) -> float:
-    """Return the reward of both sides: cheap, and different between samples.
+    """Return the reward, the same for TRL and rlhfspec: cheap, and different between samples.
 
     >>> variety("aab")
     0.25
@@ -25,7 +25,7 @@ def variety(completion: str) -> float:
 
 
 class Stopwatch:
-    """Seconds of named calls, added up and reset when read."""
+    """Total seconds of wrapped calls by name, reset by `read`."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -46,7 +46,7 @@ class Stopwatch:
 
 
 def train(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Train; return the stages of each step, timed from the end of the one before."""
+    """Train; return seconds by stage and tokens of each step, timed from the end of the one before."""
     import torch
     import trl  # type: ignore[import-not-found]
     from datasets import Dataset

@@ -66,7 +66,7 @@ class StepResults(BenchResults):
         return next((row for row in self.rows if row.mode == mode), None)
 
     def times_as_fast(self, mode: str, rival: str = TRL) -> float | None:
-        """Return the number of steps that `mode` makes while `rival` makes one."""
+        """Return the seconds per step of `rival` over those of `mode`, or None if either did not run."""
         ours, theirs = self.row(mode), self.row(rival)
         return theirs.seconds_per_step / ours.seconds_per_step if ours and theirs else None
 

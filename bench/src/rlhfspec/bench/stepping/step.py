@@ -96,7 +96,7 @@ Measure = Callable[[StepSettings], list[Step]]
 
 
 class StepBenchmark:
-    """Benchmark of both sides. Tests pass `measures`, which run each mode once."""
+    """Benchmark of rlhfspec and TRL. Tests pass `measures`, functions that run a mode once."""
 
     def __init__(
         self, settings: StepSettings, report: Report = print, measures: dict[str, Measure] | None = None

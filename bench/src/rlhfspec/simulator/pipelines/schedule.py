@@ -32,12 +32,12 @@ class PipelineCase:
 
     @property
     def work_seconds(self) -> float:
-        """Return the busy seconds of a stage."""
+        """Return the seconds that each stage is busy, with both models' tasks."""
         return self.num_micro_batches * (1 + BACKWARD_TIMES) * sum(self.forward_seconds)
 
     @property
     def least_seconds(self) -> float:
-        """Return a lower bound: a stage's work, or one model's micro-batches through all stages."""
+        """Return a lower bound of a schedule: a stage's busy seconds or, if longer, the slower model alone."""
         way = (self.num_micro_batches + self.num_stages - 1) * (1 + BACKWARD_TIMES) * max(self.forward_seconds)
         return max(self.work_seconds, way)
 
@@ -106,7 +106,7 @@ def serial(case: PipelineCase) -> PipelineSchedule:
 
 
 def search(case: PipelineCase, *, num_rules: int = NUM_RULES, seed: int = 0) -> PipelineSchedule:
-    """Return the shortest of the serial schedule and those of random rules, the later half varying the best."""
+    """Return the shortest of the serial schedule and those of random rules; later rules vary the best."""
     best, taste, drawn = serial(case), None, random.Random(seed)
     for number in range(num_rules):
         tried = Taste.drawn(drawn) if taste is None or 2 * number < num_rules else taste.like_it(drawn)
@@ -121,7 +121,7 @@ def search(case: PipelineCase, *, num_rules: int = NUM_RULES, seed: int = 0) -> 
 def run(
     case: PipelineCase, rule: Rule, *, models: tuple[int, ...] = (0, 1), give_up_at: float = float("inf")
 ) -> list[PlacedTask]:
-    """Place tasks by list scheduling; return nothing if they would end at `give_up_at` or later."""
+    """Return tasks placed by list scheduling, or [] if one would end at `give_up_at` seconds or later."""
     row = _StageRow(case, rule, models)
     placed: list[PlacedTask] = []
     ending: list[tuple[float, int, PlacedTask]] = []
@@ -178,7 +178,7 @@ class _StageRow:
         heapq.heappush(ready, (self._rule(task), self._num_added, task))
 
     def _take(self, stage: int) -> Task | None:
-        """Remove and return the best task that may begin now."""
+        """Remove and return the best ready task that may begin on the stage, or None."""
         ready, passed, found = self._ready[stage], [], None
         while ready and found is None:
             entry = heapq.heappop(ready)
@@ -200,7 +200,7 @@ def _one_forward_one_backward(task: Task) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Taste:
-    """Random weights of a rule: backwards, the critic, early micro-batches, distance left, and noise."""
+    """Random rule: weights of backwards, the critic, early micro-batches and distance left; `mood` scales noise."""
 
     weights: tuple[float, float, float, float]
     mood: float
@@ -229,7 +229,7 @@ class Taste:
 
 
 def _highest(changes: list[tuple[float, float]]) -> float:
-    """Return the highest running sum, with releases before additions at equal times."""
+    """Return the highest running sum of (time, change) pairs; at equal times, decreases come first."""
     held = highest = 0.0
     for _, change in sorted(changes):
         held += change

@@ -30,7 +30,7 @@ _TRIAL: tuple[dict[str, Any], ...] = tuple(
 
 
 class ChildRefused(Exception):
-    """Error that the user must fix. `field`: the job's field, relative to spec."""
+    """Error that the user must fix in `field` of the job's spec."""
 
     def __init__(self, field: str, problem: str) -> None:
         self.field = field
@@ -116,7 +116,7 @@ class Host:
         return self._gauges()
 
     def step(self, *, add: list[dict[str, Any]], cancel: list[str], ahead_seconds: float = 0.0) -> dict[str, Any]:
-        """Run one pass, and more within `ahead_seconds` while all sequences only decode and none finishes."""
+        """Run at least one forward pass, for up to `ahead_seconds` until a sequence finishes or prefills."""
         began = time.perf_counter()
         if cancel:
             self._core.abort_requests(cancel)
@@ -142,7 +142,7 @@ class Host:
 def _request(
     *, name: str, prompt: list[int], max_tokens: int, stop_token_ids: list[int], law: dict[str, Any]
 ) -> EngineCoreRequest:
-    """Build a vLLM request that is greedy, to skip vLLM's sampling. Stop ids include EOS."""
+    """Build a vLLM request, greedy because the law replaces vLLM's sampling. `stop_token_ids` include EOS."""
     params = vllm.SamplingParams(
         temperature=0.0, max_tokens=max_tokens, stop_token_ids=stop_token_ids, ignore_eos=True, detokenize=False,
         logprobs=1, extra_args={"law": law},

@@ -35,7 +35,7 @@ class Batch:
         return len(ids)
 
     def sample(self, logits: torch.Tensor, owners: IntArray | slice, source_rows: IntArray) -> tuple[Any, IntArray]:
-        """Sample rows of a forward; return draws and response positions. `owners`: the request index of each row."""
+        """Sample a token per row; return draws and response positions. `owners`: each row's request index."""
         positions = self.runner.positions.cpu().numpy()[source_rows].astype(np.int32)
         places = np.maximum(positions + 1 - self.num_prompt[owners], 0)  # parts of a prompt keep nothing
         logits = logits.float()
@@ -100,7 +100,7 @@ class V1Verifier(_Beside):
 
 
 def _both(drawn: Any) -> tuple[IntArray, FloatArray, IntArray]:
-    """Return the fields of LogprobsTensors: ids, plain and tempered log-probs [N, 2], and ranks."""
+    """Return fields of LogprobsTensors: ids and log-probs (plain, tempered) [N, 2], and ranks."""
     tokens = drawn.tokens.cpu().numpy()
     ids, values = np.full((len(tokens), 2), LAW, np.int32), np.empty((len(tokens), 2), np.float32)
     ids[:, 0], values[:, 0] = tokens, drawn.log_probs.cpu().numpy()

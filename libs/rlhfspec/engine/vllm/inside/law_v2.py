@@ -31,7 +31,7 @@ class Slots:
         self._top_p[slot], self._num_prompt[slot] = law["top_p"], law["num_prompt"]
 
     def places(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the response position of the token after each position, or 0 inside prompts."""
+        """Return the response position of the token after each position; 0 inside prompts."""
         return (positions.to(torch.int32) + 1 - self._num_prompt[slots]).clamp_(min=0)
 
     def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> Any:

@@ -57,7 +57,7 @@ def to_cel(condition: str) -> str:
 
 
 class _Translator:
-    """Translator of Python expressions to CEL. `nullable`: paths compared with None."""
+    """Translator of Python expressions to CEL. `nullable`: paths compared with None, read without default."""
 
     def __init__(self, nullable: tuple[str, ...]) -> None:
         self._nullable = nullable
@@ -85,7 +85,7 @@ class _Translator:
         return json.dumps(ast.literal_eval(node))
 
     def _part(self, node: ast.AST, also: type[ast.AST] = ast.BoolOp) -> str:
-        """Return the CEL text, in parentheses if needed."""
+        """Return an operand as CEL, in parentheses if needed."""
         is_range = isinstance(node, ast.Compare) and len(node.ops) > 1
         needs = isinstance(node, ast.BoolOp | ast.BinOp | also) or is_range
         return f"({self.text(node)})" if needs and not _is_none(node) else self.text(node)
@@ -97,7 +97,7 @@ class _Translator:
 
 
 def _default(path: str) -> str:
-    """Return a field's default, which may depend on the algorithm, as CEL."""
+    """Return a field's default, which may depend on the algorithm, as a CEL expression."""
     block, _, name = path.rpartition(".")
     default = json.dumps(info_of(path).default)
     own: dict[str, list[str]] = {}
@@ -112,7 +112,7 @@ def _default(path: str) -> str:
 
 
 def value_at(spec: Spec, path: str) -> Any:
-    """Return the value of a field of spec; None if its block is None."""
+    """Return the value of the field at a dotted path, or None if its block is None."""
     block: Any = spec
     for name in path.split("."):
         block = None if block is None else getattr(block, to_snake(name))

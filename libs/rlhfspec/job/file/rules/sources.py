@@ -1,6 +1,6 @@
 """Rules on contradictions among reward sources, in Python and CEL.
 
-CEL rules of the whole job cannot point at an item, so their messages name its field.
+CEL rules of the whole job cannot point at a list item, so their messages name the item's field.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _each(job: RLHFJob) -> Iterator[tuple[str, RewardSource]]:
 
 
 def functions(job: RLHFJob) -> Iterator[Finding]:
-    """Check each source alone, as API servers do at every item."""
+    """Check the function name of each source, which API servers check item by item."""
     for path, source in _each(job):
         if isinstance(source, FunctionSource) and not MODULE_MEMBER.match(source.function):
             yield Finding(field=f"{path}.function", value=source.function, problem=NOT_A_MEMBER)

@@ -20,7 +20,7 @@ _ASIDE = re.compile(r" \([^()]*\{[^()]*\)")  # parentheses that contain values
 
 @dataclass(frozen=True)
 class JobRule:
-    """Rule whose `problem` applies to `field` unless the condition `holds` (condition.py).
+    """Rule that reports `problem` at `field` if the condition `holds` is false (syntax: condition.py).
 
     `problem` may contain values, such as {algorithm.name}, which the API server's message omits.
     """
@@ -33,7 +33,7 @@ class JobRule:
 
     @property
     def message(self) -> str:
-        """Return the API server's message, without values.
+        """Return the message that API servers show, without values.
 
         >>> JobRule("a.b", "a.b < a.c", "{algorithm.name}: must be < c ({a.c})").message
         'this algorithm: must be < c'

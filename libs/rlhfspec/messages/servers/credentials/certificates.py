@@ -59,7 +59,7 @@ def create_credentials(
 
 @dataclass(frozen=True)
 class Authority:
-    """Certificate authority with keys derived from `secret`; equal names and times give equal bytes."""
+    """Certificate authority with keys derived from `secret`; equal names and times give byte-equal certificates."""
 
     secret: bytes
     key: ec.EllipticCurvePrivateKey
@@ -93,7 +93,7 @@ class Authority:
         return _private(self.key)
 
     def issue(self, role: str, hosts: Sequence[str] = ()) -> tuple[bytes, bytes]:
-        """Return a certificate and its key as PEM."""
+        """Return a role's new certificate, also valid for `hosts`, and its key, as PEM."""
         key = ec_key(self.secret, "role", role)
         issuer = x509.load_pem_x509_certificate(self.certificate).subject
         serial = derived(self.secret, "serial", "role", role, self.valid[0].isoformat(), *hosts)
@@ -162,7 +162,7 @@ def _key_usage(*, authority: bool) -> x509.KeyUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerTls:
-    """Files of a TLS server that requires client certificates of the authority."""
+    """Certificate, key and authority files of a TLS server that requires client certificates."""
 
     certificate: Path
     key: Path
@@ -186,7 +186,7 @@ def client_tls(folder: Path, role: str, host: str | None = None) -> ssl.SSLConte
 
 
 def servers_tls(folder: Path, role: str) -> ssl.SSLContext:
-    """Return a client context for NATS and Redis; shared servers (servers-ca.pem) require no certificate."""
+    """Return a TLS client context for NATS and Redis; servers shared by jobs (servers-ca.pem) need no certificate."""
     authority = folder / SERVERS_AUTHORITY
     if not authority.exists():
         return client_tls(folder, role)
@@ -200,7 +200,7 @@ def servers_tls(folder: Path, role: str) -> ssl.SSLContext:
 
 
 def server_tls(folder: Path, role: str) -> ssl.SSLContext:
-    """Return a server context that admits only processes of the run."""
+    """Return a TLS server context that admits only processes of the run."""
     return _context(ssl.PROTOCOL_TLS_SERVER, folder, role)
 
 
@@ -219,7 +219,7 @@ def server_credentials(folder: Path, role: str) -> grpc.ServerCredentials:
 
 
 class _ForOneHost(ssl.SSLContext):
-    """Context that verifies certificates for the name `host`, whatever address it connects to."""
+    """TLS context that verifies certificates for the name `host`, whatever address it connects to."""
 
     host: str | None = None
 

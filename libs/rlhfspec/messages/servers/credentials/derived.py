@@ -15,7 +15,7 @@ _P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 
 
 def derived(secret: bytes, *purpose: str, length: int = 32) -> bytes:
-    """Derive bytes by HKDF; encoding purposes as JSON keeps them distinct."""
+    """Derive `length` bytes by HKDF; encoding purposes as JSON keeps them distinct."""
     return HKDF(hashes.SHA256(), length, salt=b"rlhfspec", info=json.dumps(purpose).encode()).derive(secret)
 
 

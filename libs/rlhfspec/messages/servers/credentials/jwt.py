@@ -42,7 +42,7 @@ def account_jwt(operator_seed: str, account: str, name: str, *, jetstream: bool)
 def user_jwt(
     account_seed: str, user_seed: str, name: str, *, publish: Sequence[str], subscribe: Sequence[str], issued: int = 0
 ) -> str:
-    """Return a user's token; `issued` (Unix seconds) is only informative."""
+    """Return a user's token, signed by the account; `issued` (Unix seconds) is only informative."""
     claims = {"pub": _allowed(publish), "sub": _allowed(subscribe), **_LIMITS_OF_A_CLIENT}
     return _signed(account_seed, public_key(user_seed), name, "user", claims, issued)
 
@@ -55,7 +55,7 @@ def creds_file(token: str, user_seed: str) -> bytes:
 
 
 def _allowed(subjects: Sequence[str]) -> dict[str, list[str]]:
-    """Allow exactly these subjects; an empty allow list would allow all."""
+    """Return permissions for exactly these subjects; an empty allow list would allow all."""
     return {"allow": list(subjects)} if subjects else {"deny": [">"]}
 
 

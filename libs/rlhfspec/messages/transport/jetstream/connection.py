@@ -203,7 +203,7 @@ class Connection:
             raise MessageTooLarge(subject, id, size, self._nc.max_payload)
 
     async def listen(self, subject: str, arrived: Arrived) -> Subscription:
-        """Subscribe; a reply to any later request implies that the server has handled the subscription."""
+        """Subscribe, calling `arrived` for each message; a reply to any later request implies that it takes effect."""
         self.refuse("subscription", subject)
         return await self._nc.subscribe(subject, cb=arrived)
 
@@ -225,7 +225,7 @@ class Connection:
             raise TransportClosed(subject)
 
     def refuse(self, use: Use, subject: str) -> None:
-        """Raise if the connection is closed or this use of the subject is refused."""
+        """Raise if the connection is closed, or the server has denied this use of the subject."""
         self.refuse_if_closed(subject)
         if (use, subject.lower()) in self._refused:
             client = f"role {self._role}" if self._role else "this user"

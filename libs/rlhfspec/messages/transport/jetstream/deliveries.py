@@ -55,7 +55,7 @@ class Token:
 
 
 class Consuming:
-    """Shared state of one consumer's deliveries."""
+    """State shared by one consumer's deliveries."""
 
     def __init__(self, connection: Connection, subject: str, consumer: Consumer, bury: Bury) -> None:
         self.connection = connection
@@ -66,7 +66,7 @@ class Consuming:
         self._done: dict[str, float] = {}  # time of acknowledgement by id, oldest first
 
     def is_done(self, id: str) -> bool:
-        """Return whether this process acknowledged the id, which a killed server may deliver again."""
+        """Return whether this process acknowledged message `id` lately; a killed server may deliver it again."""
         return time.monotonic() - self._done.get(id, -math.inf) < DUPLICATE_WINDOW_SECONDS
 
     async def acknowledge(self, token: str, number: int, id: str = "") -> None:
@@ -138,7 +138,7 @@ class NatsReceipt:
 
     @property
     def is_held(self) -> bool:
-        """Return whether the lease is valid in real time."""
+        """Return whether the lease has not expired in real time."""
         return time.monotonic() < self._deadline
 
     async def ack(self) -> None:
@@ -214,7 +214,7 @@ class NatsMessage(NatsReceipt):
         return self._consuming.is_done(self.id)
 
     def is_one_too_many(self) -> bool:
-        """Return whether the message exceeds `max_deliveries`; if so, move it to the dead letters."""
+        """Return whether this delivery exceeds `max_deliveries`; if so, move the message to the dead letters."""
         most = self._consuming.consumer.max_deliveries
         if most is None or self.num_deliveries <= most:
             return False

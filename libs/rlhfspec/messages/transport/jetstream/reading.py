@@ -77,7 +77,7 @@ class PullReading:
         return taken
 
     async def _ask(self, num_messages: int, seconds: float) -> str:
-        """Request messages, which arrive in `_ready`, and return the final status."""
+        """Request messages, which arrive in `_ready`, and return the request's final status."""
         if not await self._connection.until_connected(seconds):
             return _ENDED
         seconds = min(seconds, SLICE_SECONDS)
@@ -97,7 +97,7 @@ class PullReading:
             del self._requests[number]
 
     async def _refused(self, status: str) -> None:
-        """Raise InvalidRequest if the consumer or stream is gone, else wait."""
+        """Raise InvalidRequest if the consumer or stream is gone, else wait before a retry."""
         if status == "503" or "deleted" in status:
             found = await self._connection.api(f"STREAM.INFO.{stream_name(self._consuming.subject)}")
             if "error" in found or "deleted" in status:
@@ -207,7 +207,7 @@ class WatchReading:
         self._woken.set()
 
     async def _read_latest(self) -> None:
-        """Read the latest values at start and after each outage."""
+        """Read each key's latest message at start and after each reconnect."""
         num_reconnects = self._connection.num_reconnects
         if self._read_at == num_reconnects:
             return

@@ -34,7 +34,7 @@ class Declared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keeping:
-    """Retention of messages by kind (0: for ever), and extra stream metadata."""
+    """Seconds for which work and state are kept (0: for ever), and extra stream metadata."""
 
     work_seconds: float = 0.0
     state_seconds: float = 0.0
@@ -55,7 +55,7 @@ def key_word(key: str) -> str:
 
 
 def latest_of(subject: str, word: str = "*") -> str:
-    """Return the subject on which the server republishes stored state."""
+    """Return the subject on which the server republishes state of the key `word`."""
     return f"latest.{subject}.{word}"
 
 
@@ -100,7 +100,7 @@ def consumer_config(consumer: Consumer) -> dict[str, Any]:
 def requests_for(
     subject: str, declared: Declared, max_pending: int, keeping: Keeping = FOR_EVER
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Return idempotent JetStream calls that declare a subject's stream, then its consumers."""
+    """Return the idempotent JetStream calls (name, body) that declare a subject's stream, then its consumers."""
     stream = stream_name(subject)
     of_consumers = [
         (f"CONSUMER.CREATE.{stream}.{each.name}", {"stream_name": stream, "config": consumer_config(each)})

@@ -47,11 +47,11 @@ class Sending(Protocol):
     """Source's end of a link, for one thread at a time."""
 
     def room(self, num_bytes: int) -> memoryview:
-        """Return writable memory for one range, after waiting until earlier ranges leave room."""
+        """Wait until earlier ranges leave room, and return writable memory for one range."""
         ...
 
     def send(self, key: str, num_bytes: int) -> None:
-        """Send the first bytes of the room, and return when the next room may be requested."""
+        """Send `num_bytes` of the memory from `room`; return when `room` may be called again."""
         ...
 
     def close(self) -> None: ...
@@ -66,7 +66,7 @@ class QuickSending(Sending, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """Token and addresses of a landing; each way has a kind.
+    """Token and addresses (`ways`, by transport) at which a landing receives.
 
     >>> Offer.of("[]")
     Traceback (most recent call last):

@@ -46,7 +46,7 @@ class FrameHeader(NamedTuple):
 
     @classmethod
     def read(cls, connection: socket.socket, first: bytes, deadline: float, *, most_bytes: int) -> FrameHeader:
-        """Read a header after its `first` byte; raise LinkError for a range of more than `most_bytes`."""
+        """Read a header that begins with `first`; raise LinkError for a range of more than `most_bytes`."""
         fixed = first + read_exactly(connection, _HEADER.size - len(first), deadline)
         mark, length, place, num_bytes = _HEADER.unpack(fixed)
         if mark != _MARK or not 0 < length <= MOST_KEY_BYTES:
@@ -142,7 +142,7 @@ def _left(deadline: float | None) -> float | None:
 
 
 class Door:
-    """Server with a thread per connection, joined by `close`."""
+    """Server that runs `serve` in a thread per connection; `close` joins them."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Inbox of a landing: bytes by key in bounded memory until their reader is done."""
+"""Inbox of a destination: bytes by key in bounded memory until their reader is done."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Landed:
 
 
 class Landing:
-    """Thread-safe inbox of a destination's links; `offer` is secret, for trusted connections only."""
+    """Thread-safe inbox filled by a destination's links; `offer` lets a source connect, and is secret."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Landing:
         return len(self._landed)
 
     def buffer(self, num_bytes: int, *, timeout: float) -> memoryview:
-        """Return memory for one range, which `land` and `done`, or `give_back`, free."""
+        """Wait for memory for one range; `done` after `land`, or `give_back`, frees it."""
         if num_bytes > self.most_bytes:
             raise LinkError("range", f"has {num_bytes} bytes, more than {self.most_bytes}")
         deadline = time.monotonic() + timeout
@@ -74,7 +74,7 @@ class Landing:
             self._changed.notify_all()
 
     def land(self, key: str, view: memoryview, release: Callable[[], None] | None = None) -> None:
-        """Make a range available; `release` is called once to free its memory (None: from `buffer`)."""
+        """Make a received range available; `release` frees its memory (None: from `buffer`)."""
         release = release or (lambda: self.give_back(view))
         with self._changed:
             self._forget_old()
@@ -112,7 +112,7 @@ class Landing:
             return landed.view
 
     def done(self, key: str) -> None:
-        """Free a range's memory, or drop the range if it lands later."""
+        """Free a range's memory; if it has not arrived, drop it on arrival."""
         with self._changed:
             landed = self._landed.pop(key, None)
             if landed is None and self._failed.pop(key, None) is None and not self._is_closed:

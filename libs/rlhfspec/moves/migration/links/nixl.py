@@ -69,7 +69,7 @@ class _Agent:
         self._nixl = package.nixl_agent(f"rlhfspec-{secrets.token_hex(8)}", config)
 
     def describe(self) -> bytes:
-        """Return the metadata to send after every registration."""
+        """Return the agent's metadata, which peers need after every registration."""
         with self._guarded():
             return bytes(self._nixl.get_agent_metadata())
 

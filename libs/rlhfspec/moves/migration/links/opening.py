@@ -1,4 +1,4 @@
-"""Factories of landings and sendings, and a process's open links."""
+"""Factories of links' ends (landing, sending), and a process's open links."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_landing(
     most_bytes: int = MOST_LANDED_BYTES,
     seconds: float = SECONDS,
 ) -> Landing:
-    """Open a landing at `host` and `port`; `tls` is for links between hosts.
+    """Open the destination's end of links (`kind`: the transport); `tls` is for links between hosts.
 
     >>> landing = make_landing("memory")
     >>> sending = open_sending(landing.offer)
@@ -45,7 +45,7 @@ def make_landing(
 
 
 def open_sending(offer: str, *, tls: ssl.SSLContext | None = None, seconds: float = SECONDS) -> Sending:
-    """Connect by the first way of the offer that both ends support."""
+    """Open the source's end by the first transport of the offer that both support."""
     read = Offer.of(offer)
     for way in read.ways:
         link = LINKS.get(way["kind"])
@@ -65,7 +65,7 @@ class SendingWay:
 
 
 class Links:
-    """Landing of this process and one connection per destination."""
+    """Inbox of this process and one outgoing connection per destination."""
 
     def __init__(self, landing: Landing, open_sending: Callable[[str], Sending]) -> None:
         self.landing = landing
@@ -80,7 +80,7 @@ class Links:
         return self._ways.setdefault(offer, SendingWay())
 
     async def room(self, way: SendingWay, offer: str, num_bytes: int) -> memoryview:
-        """Return memory to pack into, with the way's lock held; after a LinkError, `drop` the way."""
+        """Return memory to pack into, while the caller holds `way.lock`; after a LinkError, `drop` the way."""
         sending = way.sending
         try:
             way.is_at_once = isinstance(sending, QuickSending) and sending.is_at_once(num_bytes)

@@ -32,7 +32,7 @@ _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 
 
 def this_host() -> str:
-    """Return an id of this boot and network namespace."""
+    """Return an id of this boot and network namespace, within which memory can be shared."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
@@ -98,7 +98,7 @@ class ShmSending:
             raise LinkError("shm", f"cannot connect to {way.get('name')}: {error}") from error
 
     def is_at_once(self, num_bytes: int) -> bool:
-        """Return whether memory is free, so that `send` only writes a header."""
+        """Return whether mapped memory is free, so that `send` only writes a header."""
         if select.select([self._connection], [], [], 0.0)[0]:
             heard = self._connection.recv(1024, socket.MSG_PEEK)
             if not heard or len(heard) % _PLACE.size:
@@ -159,7 +159,7 @@ class ShmSending:
             self._free.add(place)
 
     def _place_for(self, num_bytes: int) -> int | None:
-        """Return the number of the smallest free memory that fits, else of a new one, or None without room."""
+        """Return the number of the smallest free file that fits, else of a new one, or None without room."""
         fitting = [place for place in self._free if len(self._memory[place]) >= num_bytes]
         if fitting:
             return min(fitting, key=lambda place: len(self._memory[place]))
@@ -195,7 +195,7 @@ def _new(size: int) -> tuple[int, mmap.mmap]:
 
 
 def _mapped(file: int, most_bytes: int) -> mmap.mmap:
-    """Map a file whose seals forbid shrinking, which would kill its reader."""
+    """Map a file; raise LinkError unless seals forbid shrinking, which would kill its reader."""
     try:
         seals = fcntl.fcntl(file, _F_GET_SEALS)
         size = os.fstat(file).st_size

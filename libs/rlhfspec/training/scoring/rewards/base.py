@@ -44,14 +44,14 @@ class Rewarder(Protocol):
     async def start(self) -> None: ...
 
     async def rewards(self, samples: Sequence[Sample], around: Around = nullcontext) -> list[Reward]:
-        """Return a finite number or failure per sample, in order. Raise CallFailed if all failed."""
+        """Return a finite number or failure per sample, calling inside `around()`. Raise CallFailed if all failed."""
         ...
 
     async def close(self) -> None: ...
 
 
 def number(value: Any, of: str) -> float:
-    """Convert a scalar of Python, numpy or torch to a finite float, or raise CallFailed."""
+    """Convert a scalar of Python, numpy or torch to a finite float, or raise CallFailed about `of`."""
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
         value = value.item()
     if not isinstance(value, numbers.Real):

@@ -104,7 +104,7 @@ class Classifier:
 
     @torch.inference_mode()
     def _why_not(self, outputs: Callable[[list[list[int]]], torch.Tensor]) -> str:
-        """Compare cached or batched outputs with plain ones, and return the problem, or ""."""
+        """Compare cached or batched `outputs` with single runs. Return the problem, or "" if they agree."""
         random = torch.Generator().manual_seed(0)
         num_ids = int(self._model.get_input_embeddings().num_embeddings)
         drawn = torch.randint(num_ids, (_NUM_PROBES, _PROBE_TOKENS), generator=random).tolist()

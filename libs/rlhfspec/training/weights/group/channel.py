@@ -38,7 +38,7 @@ class Place:
 
 
 class Channel:
-    """Channel of broadcasts with deadlines. After a failure, every call raises RuntimeError."""
+    """Channel of broadcasts from one trainer rank, with deadlines. After a failure, every call raises RuntimeError."""
 
     def __init__(self, place: Place) -> None:
         self._place = place

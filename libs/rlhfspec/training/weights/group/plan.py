@@ -22,7 +22,7 @@ KeptAs = Callable[[str], torch.dtype | None]  # name -> type kept by a receiver,
 
 
 class BucketPiece(NamedTuple):
-    """Elements of one tensor. `at`: byte offset in the bucket; `begin`: byte offset in the version."""
+    """Elements [first, last) of one tensor. `at`: byte offset in the bucket; `begin`: byte offset in the version."""
 
     name: str
     dtype: torch.dtype
@@ -54,7 +54,7 @@ class Bucket:
 def described(
     job: str, role: Role, version: int, state_dict: Mapping[str, Tensor], kept_as: KeptAs = lambda _: None
 ) -> WeightsHeader:
-    """Return the header of a version, without its digest. Tensors may be whole or sharded."""
+    """Return a version's header without digest. Tensors may be sharded. `kept_as`: type to send by name, or None."""
     local = {name: local_of(tensor) for name, tensor in state_dict.items()}
     stored, same_as = described_tensors(f"{role}/{version}", local)
     tensors = [
@@ -68,7 +68,7 @@ def described(
 
 
 def buckets(header: WeightsHeader, rank: int, num_ranks: int, most: int = BUCKET_BYTES) -> list[Bucket]:
-    """Return one rank's buckets in name order. Tensors' rows are divided among ranks as in FSDP2."""
+    """Return a rank's buckets up to `most` bytes, in name order. Tensors' rows are divided among ranks as in FSDP2."""
     found: list[Bucket] = []
     pieces: list[BucketPiece] = []
     at = 0
@@ -113,7 +113,7 @@ def fill(bucket: Bucket, buffer: Tensor, weights: Mapping[str, Tensor], rank: in
 
 
 def bucket_digest(content: Tensor, what: str) -> str:
-    """Return the digest of a bucket's bytes and name: xxh3_128, or a checksum on a device."""
+    """Return the digest of a bucket's bytes and name `what`: xxh3_128, or a checksum on a device."""
     if content.device.type == "cpu":
         found = xxhash.xxh3_128(what.encode())
         found.update(content.numpy().data)

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class GroupReceiver:
-    """Receiver of weights by group, while `ways` prefers it.
+    """Receiver of weights by group, while `ways` prefers this to the store.
 
     `address`: this process's. `trainer_address`: the trainer's gRPC address, None while unknown.
     """
@@ -96,7 +96,7 @@ class GroupReceiver:
         self._forget_trainer()
 
     def _ask(self, said: GroupSaid | None) -> GroupOrder | None:
-        """Poll for an order, reporting `said`. Return None without a reply, so that the next poll reports it again."""
+        """Report the last order's result `said` and return the next order. After None (no reply), report it again."""
         address = self._trainer_address()
         if address is None:
             return None

@@ -51,7 +51,7 @@ def _sending_seconds(num_bytes: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendingRanks:
-    """Ranks that send. `send`: None if this process sends alone. `kept_as`: tensor types for a receiver's dtype."""
+    """Trainer ranks that send. `send`: None if only this one does. `kept_as`: tensor types for a receiver's dtype."""
 
     num_senders: int = 1
     send: Callable[[Told], list[list[str]]] | None = None
@@ -68,7 +68,7 @@ class _Member:
 
 
 class GroupSender:
-    """Sender of versions to members. `host`: own address. `askers`: roles that may poll, None for all."""
+    """Sender of versions to member generators. `host`: own address. `askers`: roles that may poll, None for all."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class GroupSender:
         return VersionUnderWay(self, told, send, sorted(members))
 
     def tell_all(self, orders: Mapping[str, GroupOrder], seconds: float) -> None:
-        """Send orders and wait for results. Raise RuntimeError if a member fails or times out."""
+        """Send orders by member address and wait for results. Raise RuntimeError if a member fails or times out."""
         with self._lock:
             self._orders, self._said = dict(orders), {}
             self._lock.wait_for(lambda: not self._orders, seconds)
@@ -158,7 +158,7 @@ class GroupSender:
         self._num_failures = 0
 
     def failed(self) -> None:
-        """Reset membership after a failure. Repeated failures pause the group longer."""
+        """Reset membership after a failure. Repeated failures leave the group unused for more versions."""
         self._shares.close()
         with self._lock:
             self._epoch, self._members = "", {}
@@ -222,7 +222,7 @@ class VersionUnderWay:
         self._thread.start()
 
     def end(self, digest: str) -> str:
-        """Commit on all members and return the problem, or ""."""
+        """Wait for the transfer, commit it on all members, and return the problem, or "" on success."""
         self._thread.join()
         self._has_ended = True
         if not self._problem:

@@ -16,7 +16,7 @@ from rlhfspec.training.weights.packed import WeightsHeader
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """Transfer parameters for every rank. `place` is rank 0's."""
+    """Transfer parameters for every rank. `place` is rank 0's place in the process group."""
 
     place: Place
     header: WeightsHeader
@@ -34,7 +34,7 @@ class Told:
 
 
 class Shares:
-    """Sender of a rank's shares that reuses its channel within an epoch."""
+    """Sender of a rank's shares that reuses its channel within an epoch (unchanged membership)."""
 
     def __init__(self) -> None:
         self._channels = Channels()

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class Ways:
-    """Thread-safe record of transfer times, by which `transfer` auto decides. `told`: called after each version."""
+    """Thread-safe record of transfer times, by which `transfer` auto decides. `told`: callback after each version."""
 
     def __init__(
         self, transfer: Literal["auto", "group", "store"], told: Callable[[str, float], None] = lambda *_: None

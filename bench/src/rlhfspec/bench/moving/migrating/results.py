@@ -12,7 +12,7 @@ from rlhfspec.bench.links import LinkCost
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """Measurements of one move, in seconds."""
+    """Measurements of one move. Times are in seconds."""
 
     pause: float  # from the source's release until it is at the destination
     gap: float  # from the last token at the source to the first at the destination
@@ -26,7 +26,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """Moves of one model, decoding, link and length."""
+    """Moves of one model, decoding mode, link and sequence length."""
 
     model: str
     decoding: str
@@ -53,7 +53,7 @@ class Cell:
 
     @property
     def break_even_tokens(self) -> float:
-        """Return the length from which a move's gap is shorter than recomputing, if prefill time is linear."""
+        """Return the number of tokens from which a move's gap is shorter than recomputing, if prefill is linear."""
         step = self.median("step")
         prefill_token = max(self.prefill_gap - step, 1e-9) / self.num_tokens
         return max(self.median("gap") - step, 0.0) / prefill_token

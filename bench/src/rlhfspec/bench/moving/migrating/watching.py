@@ -37,13 +37,13 @@ class Watch:
         self._has_ended = False
 
     def wait_for_tokens(self, number: int, count: int) -> bool:
-        """Wait for tokens of `count` more steps; return False if the sequence ended first."""
+        """Wait until `count` more steps on generator `number` gave tokens; return False if the sequence ended first."""
         self._look(number)
         self._seen[number].clear()
         return self._wait(number, lambda: len({seen.num_tokens for seen in self._seen[number]}) > count)
 
     def move(self, move: Move) -> tuple[Moment | None, str]:
-        """Move the sequence and return the measurements, or None and the reason why it failed."""
+        """Move the sequence; return its measurements and an empty text, or None and the reason why it failed."""
         source, destination = move.source, move.destination
         for number in range(NUM_GENERATORS):
             self._look(number)
@@ -69,7 +69,7 @@ class Watch:
         ), ""  # fmt: skip
 
     def prefill_gap(self, number: int) -> float | None:
-        """Recompute the KV and return the seconds between tokens, or None if the sequence ended first."""
+        """Preempt the sequence; return the seconds without tokens while its KV is recomputed, or None if it ended."""
         self._look(number)
         self._seen[number] = self._seen[number][-1:]
         at = self._pair.ask(number, "preempt", "preempted", id=self._name)["at"]
@@ -82,7 +82,7 @@ class Watch:
         return after()[0].at - before.at if self._wait(number, lambda: bool(after())) else None
 
     def _wait(self, number: int, is_so: Callable[[], bool]) -> bool:
-        """Poll until the condition holds; return False if the sequence ended first."""
+        """Poll generator `number` until `is_so` holds; return False if the sequence ended first."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while time.monotonic() < deadline:
             self._look(number)
@@ -105,7 +105,7 @@ class Watch:
         return after.calls + after.others - before.calls - before.others
 
     def _cpu(self) -> _Cpu:
-        """Return both generators' CPU seconds of engine calls and other threads, and the longest hold of an engine."""
+        """Return both generators' CPU seconds in engine calls and other threads, and the longest delay by calls."""
         told = [self._pair.ask(number, "cpu", "cpu") for number in range(NUM_GENERATORS)]
         calls, others = (sum(one[name] for one in told) for name in ("calls", "others"))
         return _Cpu(calls, others, max(one["longest_held"] for one in told))

@@ -1,4 +1,4 @@
-"""Arms of a stage: which sequences go to which generator, and when.
+"""Arms (policies compared): which sequences of a stage go to which generator, and when.
 
 Example:
     >>> pulled = Pulled(8, at_once=3)
@@ -20,16 +20,16 @@ PULLED_AT_ONCE = 16
 
 class Arm(Protocol):
     def first(self) -> list[list[int]]:
-        """Return the sequences that each generator begins with."""
+        """Return, by generator, the indices of the sequences that it begins with."""
         ...
 
     def more(self, number: int, num_finished: int) -> list[int]:
-        """Return the sequences that a generator gets after `num_finished` have ended."""
+        """Return the indices of sequences that generator `number` gets after `num_finished` of its own ended."""
         ...
 
 
 class Placed:
-    """Arm that sends every sequence to its placed generator at the start."""
+    """Arm that sends every sequence to the generator given by `placement` at the start."""
 
     def __init__(self, placement: tuple[int, ...]) -> None:
         self._placement = placement

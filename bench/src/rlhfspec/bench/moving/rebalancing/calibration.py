@@ -57,7 +57,7 @@ def calibrate(
 
 
 def token_seconds(generators: Iterable[list[EngineStepTold]], size: int) -> float:
-    """Return the seconds per token of each of `size` sequences, over steps in which all ran.
+    """Return the seconds that each of `size` sequences takes per token, over steps in which all ran.
 
     >>> steps = [EngineStepTold(at, 4, 0, 8, 0.1) for at in (0.1, 0.2, 0.3)]  # two tokens of each of four a step
     >>> round(token_seconds([steps, steps], 4), 3)

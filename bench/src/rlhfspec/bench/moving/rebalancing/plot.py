@@ -16,7 +16,7 @@ _HALVES = ("#d1495b", "#30638e")
 
 
 def plot(results: RebalanceResults, path: Path) -> None:
-    """Draw a row per kind of stage: its first seed in time, then the seconds of all seeds."""
+    """Draw a row per kind of stage: running sequences over time of the first seed, then the seconds of all seeds."""
     kinds: dict[tuple[str, str], list[StageResult]] = {}
     for stage in results.stages:
         kinds.setdefault((stage.decoding, stage.workload), []).append(stage)

@@ -1,4 +1,4 @@
-"""Simulated predictions of a stage by measured curves: seconds by arm, clairvoyant placement, ideal sharing.
+"""Predicted seconds of a stage, simulated with measured curves: of every arm and of ideally shared work.
 
 Example: with 10 ms per token at any batch, only the longest sequence matters.
     >>> from rlhfspec.bench.moving.rebalancing.workloads import StageWorkload
@@ -45,7 +45,7 @@ class MeasuredCurve:
 
     @property
     def law(self) -> tuple[float, float]:
-        """Return t0 and c of `t0 + c * B`, fitted with the neighbour busy."""
+        """Return (t0, c) of a step's seconds `t0 + c * B`, fitted with the neighbour busy."""
         return self.steps.fitted(max(self.sizes), busy_share=1.0)
 
 
@@ -57,7 +57,7 @@ def clairvoyant(stage: StageWorkload, curve: MeasuredCurve) -> tuple[int, ...]:
 def predict(
     stage: StageWorkload, curve: MeasuredCurve, best: Sequence[int], earlier: Sequence[int]
 ) -> dict[str, float]:
-    """Return seconds by arm; `ours` has learnt from the `earlier` lengths."""
+    """Return predicted seconds by arm; `best` is the clairvoyant placement, and `ours` knows the `earlier` lengths."""
     work, dealt = workload_of(stage), _scenario(curve)
     ours = policy_named("ours", work, history=np.asarray(earlier, np.int64))
     return {

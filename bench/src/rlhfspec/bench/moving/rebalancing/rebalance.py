@@ -40,7 +40,7 @@ Report = Callable[[str], None]
 
 
 class DifferentTokens(RuntimeError):
-    """Raised when two arms of a stage differ in tokens or log-probs, which breaks the law."""
+    """Raised when two arms of a stage differ in tokens or log-probs, which may not depend on placement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +134,7 @@ class RebalanceBenchmark:
         )
 
     def _turns(self) -> Iterator[str]:
-        """Yield the arms of all repetitions, rotated each time."""
+        """Yield the arm of each run; every repetition begins with another arm."""
         arms = self._settings.arms
         for repetition in range(self._settings.repeats):
             start = repetition % len(arms)
@@ -170,7 +170,7 @@ class RebalanceBenchmark:
 
 @dataclass(slots=True)
 class _Course:
-    """Run of one stage, until the last token and the last reply to a move."""
+    """Run of one stage under one arm, until the last token and the last reply to a move."""
 
     pair: Pair
     stage: StageWorkload
@@ -208,7 +208,7 @@ class _Course:
                 self.rebalancer.finished(self.ids[index], self.stage.prompts[index], self.stage.lengths[index])
 
     def _plan(self, rebalancer: RunsRebalancer) -> None:
-        """Plan moves, at most once per PLAN_SECONDS."""
+        """Plan moves and send them to their sources, at most once per PLAN_SECONDS."""
         now = time.monotonic()
         if now - self.planned_at < PLAN_SECONDS:
             return
@@ -238,7 +238,7 @@ def tupled(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def activity(steps: list[EngineStepTold], began: float) -> tuple[tuple[float, int], ...]:
-    """Return (second, running sequences) at each change."""
+    """Return (seconds since `began`, number of running sequences) at each change."""
     changes: list[tuple[float, int]] = []
     for step in steps:
         if not changes or changes[-1][1] != step.num_decoding:

@@ -1,4 +1,4 @@
-"""Rebalancer of a run, for one stage of `rlhfspec bench rebalance`."""
+"""Production's rebalancer, for one stage of `rlhfspec bench rebalance`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlhfspec.rebalancer.knowledge import FleetKnowledge
 
 
 class RunsRebalancer:
-    """Rebalancer in the middle of a job, which has learnt from `earlier` lengths. Times are monotonic."""
+    """Rebalancer as in the middle of a job: it has learnt from `earlier` response lengths. Times are monotonic."""
 
     def __init__(self, now: float, limit: int, earlier: Sequence[int]) -> None:
         began = now - STANDARD.rest_seconds  # as after a long time in a run

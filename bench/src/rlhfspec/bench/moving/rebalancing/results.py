@@ -48,7 +48,7 @@ class StageResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Results of all seeds of a workload and decoding. A ratio is None if it needs an arm that did not run."""
+    """Results of a workload and decoding mode over all seeds. A ratio is None if it needs an arm that did not run."""
 
     workload: str
     decoding: str
@@ -82,7 +82,7 @@ class Row:
 
     @property
     def should_gain(self) -> bool:
-        """Return whether moves must be worthwhile, because the stage is work-bound and unequal."""
+        """Return whether moves are required to save time, because the stage is compute-bound and unequal."""
         return self.decoding == "adaptive" and self.workload in (SKEW, GROUPS)
 
 
@@ -103,7 +103,7 @@ class RebalanceResults(BenchResults):
 
 
 def share_closed(times: dict[str, list[float]]) -> Ratio:
-    """Return moves' share of the clairvoyant's savings, with its interval from resampled repetitions."""
+    """Return (dealt - ours) / (dealt - clairvoyant) of the seconds, with its interval from resampled repetitions."""
     pairs = list(zip(times[DEALT], times[OURS], times[CLAIRVOYANT], strict=True))
 
     def share(chosen: Iterable[tuple[float, float, float]]) -> float:
@@ -122,7 +122,7 @@ def digest_of(digests: Iterable[str]) -> str:
 
 
 def _harm(times: dict[str, list[float]]) -> Ratio:
-    """Return the ratio of `ours` to the better of dealt and pulled, chosen on the other repetitions."""
+    """Return the seconds of `ours` over those of the faster of dealt and pulled, chosen on the other repetitions."""
     speeds = {arm: [1 / seconds for seconds in times[arm]] for arm in (DEALT, PULLED, OURS)}
     found = against_best(speeds[OURS], {arm: speeds[arm] for arm in (DEALT, PULLED)})
     return Ratio(value=1 / found.value, low=1 / found.high, high=1 / found.low, against=found.against)

@@ -75,13 +75,13 @@ class StageWorkload:
 
     @property
     def imbalance(self) -> float:
-        """Return the number of tokens on the fuller generator relative to the other."""
+        """Return the number of tokens on the fuller generator divided by the other's."""
         halves = [sum(n for n, at in zip(self.lengths, self.dealt, strict=True) if at == half) for half in (0, 1)]
         return max(halves) / max(min(halves), 1)
 
 
 def draw_lengths(groups: tuple[int, ...], *, seed: int, scale: float = 1.0) -> Iterator[int]:
-    """Yield lognormal lengths, correlated by CORRELATION in groups of several members."""
+    """Yield a lognormal length per entry of `groups`; lengths of a group correlate by CORRELATION."""
     dice = random.Random(f"lengths {seed}")
     common = {group: dice.gauss(0, 1) for group in dict.fromkeys(groups)}
     share = CORRELATION if len(common) < len(groups) else 0.0
@@ -92,7 +92,7 @@ def draw_lengths(groups: tuple[int, ...], *, seed: int, scale: float = 1.0) -> I
 
 
 def stages(workload: str, count: int, scale: float = 1.0) -> list[StageWorkload]:
-    """Return the stages of the first seeds, for `groups` only those unequal enough for moves."""
+    """Return the stages of the first `count` seeds, for `groups` of those with at least LEAST_IMBALANCE."""
     all_seeds = (StageWorkload.of(workload, seed, scale) for seed in itertools.count(1))
     wanted = (stage for stage in all_seeds if workload != GROUPS or stage.imbalance >= LEAST_IMBALANCE)
     return list(itertools.islice(wanted, count))
