@@ -37,7 +37,7 @@ def arguments_of(job: RLHFJob, place: ProcessPlace, gpus: Dealt, stage: str, wor
 
 
 def _threads_of_a_generator(job: RLHFJob) -> int | None:
-    """Return the threads per generator, or None for torch's default, which the trainer keeps to stay bit-exact."""
+    """Return the threads per generator, or None for torch's default."""
     count = workers_of(job)["generator"] * job.spec.num_processes("generator")
     if count == 1:
         return None

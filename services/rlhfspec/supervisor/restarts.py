@@ -27,7 +27,7 @@ class Restarts:
         return failure in self._policy.counted
 
     def delay_after(self, failure: Failure, *, counts: bool | None = None) -> float | None:
-        """Return the seconds before a restart, or None to give up. `counts`: whether it counts, whatever the policy."""
+        """Return the seconds before a restart, or None to give up. `counts` overrides the policy."""
         if counts is None:
             if failure == "permanent":
                 return None

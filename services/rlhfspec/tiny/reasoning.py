@@ -30,7 +30,7 @@ _OF_EXAMPLES = 1 << 20  # added to the seed, so that no example is a row
 
 
 def check(path: str) -> None:
-    """Raise InvalidRequest if the package, a task or a setting does not exist."""
+    """Raise InvalidRequest unless reasoning-gym is installed and has the tasks and settings that `path` names."""
     list(_datasets(path))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -60,26 +61,42 @@ def _counts(kinds: Mapping[Kind, int]) -> str:
 
 
 def _right_rows(types: dict[str, list[Judged]]) -> Iterator[str]:
-    yield (
-        "| type | runs as | log-probs | bfloat16 | variants right | variants refused or not made |\n"
-        "|---|---|---:|---:|---:|---|"
-    )
-    for name, (plain, *variants) in types.items():
-        verdict = plain.verdict
-        report, band = verdict.report, verdict.in_bfloat16
-        assert report is not None
-        num_right = sum(each.verdict.kind == "right" for each in variants)
-        others = ", ".join(f"`{each.case.variant}`" for each in variants if each.verdict.kind != "right")
-        texts = "; ".join(filter(None, (*map(_cell, verdict.limits), others)))
-        ratio = "" if band is None else f"{band.ratio:.2f}"
-        yield f"| {name} | {_PATHS[report.path]} | {verdict.difference:.0e} | {ratio} | {num_right} | {texts} |"
+    """Yield the types by the way they run, and how far the farthest is from the oracle."""
+    verdicts = {name: plain.verdict for name, (plain, *_) in types.items()}
+    ratios = [verdict.in_bfloat16.ratio for verdict in verdicts.values() if verdict.in_bfloat16 is not None]
+    yield f"Log-probs are at most {max(verdict.difference for verdict in verdicts.values()):.0e} from the oracle's."
+    if ratios:
+        yield f"In bfloat16 they are at most {max(ratios):.2f} times as far from float32's as Hugging Face's.\n"
+    paths = {name: _PATHS[verdict.report.path] for name, verdict in verdicts.items() if verdict.report is not None}
+    yield from _grouped("runs as", paths)
+    yield from (f"\n{name}: {_cell(limit)}" for name, verdict in verdicts.items() for limit in verdict.limits)
 
 
 def _other_rows(types: dict[str, list[Judged]]) -> Iterator[str]:
-    yield "| type | why | variants that are right |\n|---|---|---|"
-    for name, (plain, *variants) in types.items():
-        right = ", ".join(f"`{each.case.variant}`" for each in variants if each.verdict.kind == "right")
-        yield f"| {name} | {_cell(plain.verdict.detail)} | {right} |"
+    yield from _grouped("why", {name: _reason(plain.verdict.detail) for name, (plain, *_) in types.items()})
+    right = {
+        name: [f"`{each.case.variant}`" for each in variants if each.verdict.kind == "right"]
+        for name, (_, *variants) in types.items()
+    }
+    yield from (f"\n{name} is right with {', '.join(found)}." for name, found in right.items() if found)
+
+
+def _grouped(title: str, types: Mapping[str, str]) -> Iterator[str]:
+    """Yield a table of the types that have the same text."""
+    groups: defaultdict[str, list[str]] = defaultdict(list)
+    for name, text in types.items():
+        groups[text].append(name)
+    yield f"| {title} | types |\n|---|---|"
+    yield from (f"| {_cell(text)} | {', '.join(names)} |" for text, names in sorted(groups.items()))
+
+
+def _reason(detail: str) -> str:
+    """Return the detail of a verdict without the class and the module that it names.
+
+    >>> _reason("XLMEmbeddings: xlm.embeddings mixes tokens outside of AttentionInterface")
+    'mixes tokens outside of AttentionInterface'
+    """
+    return re.sub(r"^\w+: (?:\S+ (?=mixes|takes))?", "", detail)
 
 
 def _reasons(variants: Iterable[Judged]) -> Iterator[str]:

@@ -58,7 +58,7 @@ class VllmProcess:
         return None if self._process is None else self._process.pid
 
     def start(self) -> dict[str, Any]:
-        """Start the child and return its merged replies to `orders`. Raise InvalidRequest for user errors."""
+        """Start the child, send it the constructor's `orders`, and return all replies as one mapping."""
         self.close()
         self._last_words.clear()
         started = threading.Event()

@@ -142,7 +142,7 @@ def fuse(model: nn.Module, precision: Precision, *, arithmetic: str, max_context
 
 
 def guard_rows(model: Any, guard: Guard, parts: CausalLM, run: Callable[[], object], *, name: str) -> tuple[str, ...]:
-    """Guard modules whose bits depend on other rows in the forward `run`. Return paths or raise UnsupportedModel."""
+    """Run modules row by row if their bits depend on other rows in `run`, and return their paths."""
     found = _audit(model, run)
     guarded = _outermost({path for path, _ in found})
     guard_paths(model, guard, parts, guarded)

@@ -51,7 +51,7 @@ class Scattered(Probe):
 
     @property
     def num_random(self) -> int:
-        """Return how many first tokens get random keys: half, because unrotated keys reveal wrongly rotated queries."""
+        """Return the number of leading tokens with random keys, half; the unrotated others expose wrong rotations."""
         return len(self.at) // 2
 
     def __str__(self) -> str:

@@ -168,7 +168,7 @@ class _State:
         return True
 
     def _later_end(self, pairs: _Pairs, counts: Ints, remaining: Floats) -> Floats:
-        """Return for each sequence a bound of its pair's later end if it moves; `counts`: sequences per pair."""
+        """Return for each sequence a lower bound of when both generators of its pair are done if it moves."""
         source, destination = pairs.source, pairs.destination
         here = np.repeat(self.ends[source], counts)
         here -= np.repeat(self.sequence[source], counts) * remaining

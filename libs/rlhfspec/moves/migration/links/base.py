@@ -66,7 +66,7 @@ class QuickSending(Sending, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """Token and addresses (`ways`, by transport) at which a landing receives.
+    """Token and addresses (`ways`, by transport) at which a destination receives the KV of one move.
 
     >>> Offer.of("[]")
     Traceback (most recent call last):
