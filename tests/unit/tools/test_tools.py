@@ -57,7 +57,7 @@ PLANTED = {
     "nobody": ("services/rlhfspec/cli/start.py", "\nwaits = 'for nobody'\n", 2, "nobody: name the program"),
     "riddle": (CORE, '"""Of one layer."""\n', 1, "a sentence begins with Of"),
     "riddle-in-a-page": ("docs/job.md", "# What it is\n\nIt runs. What it runs is a job.\n", 3, "begins with What"),
-    "long-documents": ("docs/job.md", "word " * 44_001, 1, "the documents have 44,0"),
+    "long-documents": ("docs/job.md", "word " * 40_001, 1, "the documents have 40,0"),
     "dead-link": ("docs/job.md", "\n[it](nowhere.md#there)\n", 2, "nowhere.md does not exist"),
     "no-target": ("docs/job.md", "# Job\n\n`make tests`\n", 3, "make tests is no target"),
     "tree-shows-nothing": (
