@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def check_types(request: Request) -> None:
-    """Raise InvalidRequest, naming the field, if no engine can run the request."""
+    """Raise InvalidRequest, naming the field, if a field is invalid for every engine."""
     seed, version = request.seed, request.weights_version
     checks = (
         ("id", isinstance(request.id, str) and request.id != "", "must be a text"),

@@ -192,7 +192,7 @@ def _hook(model: Any, path: str, style: str, cut: Cut) -> None:
 def looked_up(
     module: Any, plain: Callable[[Tensor], Tensor], group: Ranks, add: Callable[[Tensor, Ranks], Tensor] = added
 ) -> Callable[[Tensor], Tensor]:
-    """Return the forward of an embedding divided by rows. `plain` looks up this rank's rows, `add` sums over ranks."""
+    """Return the forward of an embedding sharded by rows. `plain` looks up this rank's rows, `add` sums over ranks."""
     first, count = share(module.num_embeddings, group.rank, group.num_ranks)
 
     def forward(token_ids: Tensor) -> Tensor:

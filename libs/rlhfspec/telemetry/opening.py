@@ -36,7 +36,7 @@ class Observation:
 def watching(
     job: str, uid: str, *, run: Path | None, otlp_endpoint: str | None = None, metrics: bool = False
 ) -> Iterator[Observation]:
-    """Open the watchers of a process. `run`: folder for traces, if any; `metrics`: measure for Prometheus."""
+    """Open the process's telemetry: traces in folder `run`, spans and metrics over OTLP, `metrics` for Prometheus."""
     keepers: list[Callable[[Span], None]] = []
     watchers: list[Watcher] = []
     meters = None

@@ -1,4 +1,4 @@
-"""Attributes of a sample's spans. A stay on a generator has the sample's work so far minus that at its begin."""
+"""Attributes of a sample's spans. The span of a stay (time on one generator) counts only the work of that stay."""
 
 from __future__ import annotations
 

@@ -299,7 +299,7 @@ def incarnation_of(stage: str, worker: int) -> str:
 
 
 class _Saying:
-    """Log of lines for the user. Within `during` they are also the worker's activity."""
+    """Logger of messages for the user; within `during`, the latest is also reported as the worker's activity."""
 
     def __init__(self) -> None:
         self._working: Callable[[str], AbstractContextManager[object]] | None = None

@@ -13,7 +13,7 @@ Dealt = dict[tuple[str, int], list[str]]  # (stage, worker) -> the GPUs of its p
 
 
 def deal(job: RLHFJob, gpus: Sequence[str]) -> Dealt:
-    """Return each process's GPUs, {} if the job assigns them. Raise InvalidRequest for too few without sharing."""
+    """Return a GPU per process, or {} if none are to be assigned. Raise InvalidRequest if too few and not shared."""
     spec = job.spec
     if not gpus or spec.device not in ("auto", "cuda") or spec.training.exact_on_policy:
         return {}

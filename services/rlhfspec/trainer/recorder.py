@@ -71,7 +71,7 @@ class RunRecorder:
         self._evaluations: list[Evaluation] = []
 
     def restore(self) -> dict[str, Any] | None:
-        """Return the learner's state in the last checkpoint, if any, and drop lines of later steps."""
+        """Return the learner's state of the latest checkpoint, or None, and drop all records of later steps."""
         self._checkpoints = CheckpointStore(
             self._folder.checkpoints, keep=self._job.spec.checkpoint.keep, verify=self._verify
         )

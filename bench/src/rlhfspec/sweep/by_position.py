@@ -1,8 +1,8 @@
 """Comparison of trainer and Hugging Face in bfloat16: their errors from float32 at every position.
 
 An error that grows with the position, such as RoPE frequencies in too few bits, hides in rounding in a short row. One
-long row is therefore compared band by band. Mixtures use the experts that float32 chooses, where their own choice is
-nearly as good; otherwise one early token with other experts could hide everything else.
+long row is therefore compared band by band. Mixture-of-experts models use the experts that float32 chooses, where their
+own choice is nearly as good; otherwise one early token with other experts could hide everything else.
 
 Example:
     >>> from rlhfspec.sweep.classes import tiny_config, tiny_model

@@ -261,7 +261,7 @@ def _ropes(fields: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _with_rope(plain: dict[str, Any], kind: str, parameters: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the `plain` RoPE parameters changed to the kind, for each layer type if layer types have their own."""
+    """Return the RoPE parameters `plain` converted to `kind`, once per layer type if they are given per layer type."""
     if any(isinstance(value, dict) for value in plain.values()):
         return {
             name: _with_rope(value, kind, parameters, fields) if isinstance(value, dict) else value

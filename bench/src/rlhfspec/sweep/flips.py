@@ -94,7 +94,7 @@ def _requests(engine: Engine, max_context: int, max_tokens: int) -> Iterator[Req
 
 
 def _plain(model: Any, dtype: str) -> Any:
-    """Convert a model to plain Hugging Face in float32, with weights as the engine keeps them."""
+    """Convert a model to plain Hugging Face in float32, with weights rounded to `dtype` as the engine stores them."""
     model.float()
     round_parameters(model, precision_of(model, getattr(torch, dtype)))
     model.set_attn_implementation("eager")

@@ -148,7 +148,7 @@ class _Judge:
     # ---- the engine -------------------------------------------------------------------------------------------------
 
     def check_ways(self, alone: Samples) -> Samples:
-        """Check that all ways to run agree bit for bit with `alone`, and return the samples in bfloat16."""
+        """Check that every way of running gives the bits of `alone`, and return samples generated in bfloat16."""
         draft = {"speculation": _TREE, "num_threads": 2}
         drafted = self.engine(draft=perturbed(self.make(), 0.1), prefill_chunk=11, **draft)
         check_same("together, with trees and two threads", alone, together(drafted, self.requests))
@@ -237,7 +237,7 @@ class _Judge:
         raise Wrong(f"the trainer's log-probs in bfloat16 are {worst}")
 
     def _longest(self) -> int:
-        """Return the long row's length, at most `max_context` if RoPE angles change with length."""
+        """Return the length of the long test row, at most `max_context` if RoPE angles change with length."""
         model = self.make()
         longest = within_positions(model, self.long_row)
         try:

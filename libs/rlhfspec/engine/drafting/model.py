@@ -80,12 +80,12 @@ class DraftEngine(Protocol):
     ) -> GrownTrees | None:
         """Draft all levels in one native call, or return None if unsupported.
 
-        With `terms`, levels must pay (see PayingLevel). `curves` are from `AcceptanceModel.curves`.
+        With `terms`, levels must be worthwhile (see PayingLevel). `curves` are from `AcceptanceModel.curves`.
         """
         ...
 
     def keep(self, batch: DraftBatch, expanded: Expanded, new_lengths: IntArray) -> bool:
-        """Run `keep_drafted` in one native call, or return False if unsupported."""
+        """Keep the draft KV of accepted nodes in one native call, or return False if unsupported."""
         ...
 
     def prefix_computed(self, row: int) -> None: ...

@@ -30,7 +30,7 @@ E = TypeVar("E", bound=Entry)
 
 
 class Registry(Mapping[str, E], Generic[E]):
-    """Entries by name, in display order. `field`: the job field that selects one; `beside`: values without entry."""
+    """Entries by name for a job `field`, in display order. `beside`: further values it accepts, without entries."""
 
     def __init__(self, field: str, *entries: E, beside: tuple[str, ...] = ()) -> None:
         self.field = field

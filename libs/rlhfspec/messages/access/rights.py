@@ -114,7 +114,7 @@ class _Granted:
             self.publish.append(f"$JS.API.STREAM.MSG.GET.{stream}")
 
     def _stream(self, subject: str) -> str:
-        """Return the name of the subject's stream, and allow queries of its declaration."""
+        """Return the subject's stream name, and add the right to query that stream's declaration."""
         stream = stream_name(subject)
         self.publish.append(f"$JS.API.STREAM.INFO.{stream}")
         return stream

@@ -1,4 +1,4 @@
-"""Clocks of real time and for tests."""
+"""Real-time clock, and a manual clock for tests."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class _State:
         return np.maximum(self.settings.least_share * later, self.settings.least_pauses * self.settings.pause_seconds)
 
     def _most_gain(self, pairs: _Pairs) -> Floats:
-        """Return an upper bound of the seconds by which a move lowers each pair's later end."""
+        """Return, per pair of generators, an upper bound of the seconds by which a move lets it finish earlier."""
         source, destination = pairs.source, pairs.destination
         longest = self.longest[source]
         sharing = (self.ends[source] - self.ends[destination]) / 2

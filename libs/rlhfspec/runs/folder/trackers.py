@@ -62,7 +62,7 @@ class Trackers:
 
 
 def check_packages(job: RLHFJob) -> None:
-    """Raise InvalidRequest for missing packages."""
+    """Raise InvalidRequest if a package that the job's trackers or OTLP export need is missing."""
     observability = job.spec.observability
     if observability.tensorboard and find_spec("tensorboard") is None:
         raise _missing("spec.observability.tensorboard", True, "tensorboard")

@@ -140,7 +140,7 @@ def layout_now() -> tuple[RowPart, ...] | None:
 
 @contextmanager
 def forward_layout(parts: tuple[RowPart, ...] | None) -> Iterator[None]:
-    """Set the parts of the packed rows that run in this context and thread."""
+    """Treat packed rows as divided into `parts` in forwards of this context and thread."""
     token = _layout.set(parts)
     try:
         yield

@@ -23,11 +23,11 @@ _FETCH_SECONDS = 60.0  # long enough for a restart of the trainer
 
 
 class GrpcWeightStore:
-    """Store of weights served over gRPC. Without `trainer_address`, it is the trainer's own.
+    """Store of weights versions served over gRPC.
 
-    `trainer_address`: current host:port, None while unknown. `peer_addresses`: processes that may have versions.
-    `credentials`: for TLS. `server_name`: name in certificates, if not the address. `readers`: certificate roles that
-    may fetch, None for all. `max_bytes`: limit per version, by default the machine's memory.
+    `trainer_address`: returns host:port, or None while unknown; omitted for the trainer's own store. `peer_addresses`:
+    returns processes that may have versions. `credentials`: for TLS. `server_name`: name in certificates, if not the
+    address. `readers`: certificate roles that may fetch, None for all. `max_bytes`: per version, default all memory.
     """
 
     def __init__(

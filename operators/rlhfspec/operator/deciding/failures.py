@@ -182,7 +182,7 @@ def forgive_after_progress(known: Situation) -> Situation:
 
 
 def has_left(pod: PodView) -> bool:
-    """Return whether a trainer pod without rank 0 ended without failure, as after its release by rank 0."""
+    """Return whether a trainer pod of a node after rank 0's ended normally (released by rank 0) or by disruption."""
     return pod.role == "trainer" and pod.worker > 0 and pod.is_finished and end_of(pod).cause != "failure"
 
 

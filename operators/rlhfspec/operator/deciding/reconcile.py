@@ -1,6 +1,6 @@
-"""Decision about one job.
+"""Reconcile decisions for one job.
 
-It is a pure, idempotent function whose only memory is the job's status.
+`reconcile` is a pure, idempotent function whose only memory is the job's status.
 
     job      prepare -> control and all stages -> the trainer's last step -> Succeeded
     run      opened -> closed for suspension, or to restart under the next number

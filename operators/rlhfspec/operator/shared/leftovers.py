@@ -92,7 +92,7 @@ class Server(Protocol):
     seconds: float  # between two passes
 
     async def settle(self, runs: Runs) -> None:
-        """Create resources of open runs and delete leftovers, or raise ServerAway."""
+        """Create the server's resources for open runs and delete those of ended runs, or raise ServerAway."""
 
     async def close(self) -> None: ...
 

@@ -34,7 +34,7 @@ class Spaces:
         self._done.discard(namespace)
 
     async def work(self) -> None:
-        """Set up all namespaces while this replica leads."""
+        """Set up every namespace, including later and failed ones, until cancelled when this replica stops leading."""
         self._done.clear()
         while True:
             self._changed.clear()

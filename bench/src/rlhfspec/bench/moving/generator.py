@@ -174,7 +174,7 @@ class Generator:
         await self._calls.call(submit)
 
     async def _on_move(self, *, must_go: bool = False, **move: Any) -> None:
-        """Begin a move, which continues while other lines are read; with `must_go` it may move without KV."""
+        """Begin a move; further commands are read meanwhile. `must_go`: move without KV rather than stay."""
 
         async def make() -> None:
             order = Move(**move)

@@ -122,7 +122,7 @@ class StepBenchmark:
         )
 
     def _turn(self, repetition: int) -> list[str]:
-        """Return the modes still taking part, rotated by the repetition."""
+        """Return this repetition's order of the modes not skipped, rotated so that each comes first in turn."""
         modes = [mode for mode in self._settings.modes if mode not in self._skipped]
         start = repetition % len(modes) if modes else 0
         return modes[start:] + modes[:start]

@@ -68,7 +68,7 @@ class V2Sampler:
 
 
 class V2Verifier:
-    """Verifier like `law_v1.V1Verifier`, on the device."""
+    """Verifier that accepts drafted tokens equal to the law's, then adds the law's next one, all on the device."""
 
     def __init__(self, vllms: Any, sampler: V2Sampler) -> None:
         self._vllms, self._sampler = vllms, sampler

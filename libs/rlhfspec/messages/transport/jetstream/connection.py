@@ -203,7 +203,7 @@ class Connection:
             raise MessageTooLarge(subject, id, size, self._nc.max_payload)
 
     async def listen(self, subject: str, arrived: Arrived) -> Subscription:
-        """Subscribe, calling `arrived` for each message; a reply to any later request implies that it takes effect."""
+        """Subscribe, calling `arrived` per message. The subscription is active once any later request is answered."""
         self.refuse("subscription", subject)
         return await self._nc.subscribe(subject, cb=arrived)
 

@@ -138,7 +138,7 @@ class NatsReceipt:
 
     @property
     def is_held(self) -> bool:
-        """Return whether the lease has not expired in real time."""
+        """Return whether the lease is still valid by the system's monotonic clock."""
         return time.monotonic() < self._deadline
 
     async def ack(self) -> None:

@@ -1,7 +1,7 @@
-"""Reading from NATS: pulling work as a consumer, and watching.
+"""Readers of NATS subjects: `PullReading` takes work from a consumer, `WatchReading` observes messages.
 
-A waiting pull requests one message, because a request for many would block a consumer at its limit. It waits in slices,
-because a request is lost with its connection.
+A pull that waits requests one message, because a request for many stays open at the consumer's limit of unacknowledged
+messages. The wait is divided into slices, because a request is lost with its connection.
 """
 
 from __future__ import annotations

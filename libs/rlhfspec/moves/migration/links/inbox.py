@@ -56,7 +56,7 @@ class Landing:
         return len(self._landed)
 
     def buffer(self, num_bytes: int, *, timeout: float) -> memoryview:
-        """Wait for memory for one range; `done` after `land`, or `give_back`, frees it."""
+        """Wait for free memory and reserve it for one range, until `done` after `land`, or `give_back` if unused."""
         if num_bytes > self.most_bytes:
             raise LinkError("range", f"has {num_bytes} bytes, more than {self.most_bytes}")
         deadline = time.monotonic() + timeout

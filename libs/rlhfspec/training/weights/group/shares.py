@@ -1,4 +1,4 @@
-"""Sending of one trainer rank's share of a version."""
+"""Sending of one trainer rank's share of a weights version."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def clairvoyant(stage: StageWorkload, curve: MeasuredCurve) -> tuple[int, ...]:
 def predict(
     stage: StageWorkload, curve: MeasuredCurve, best: Sequence[int], earlier: Sequence[int]
 ) -> dict[str, float]:
-    """Return predicted seconds by arm; `best` is the clairvoyant placement, and `ours` knows the `earlier` lengths."""
+    """Return predicted seconds by arm. `best`: the clairvoyant placement; `earlier`: lengths known to arm OURS."""
     work, dealt = workload_of(stage), _scenario(curve)
     ours = policy_named("ours", work, history=np.asarray(earlier, np.int64))
     return {

@@ -1,7 +1,7 @@
-"""Benchmark of a stage on two unequally loaded generators: dealt, pulled, rebalanced, or dealt with known lengths.
+"""Benchmark of a stage on two unequally loaded generators: static, pulled, rebalanced, or clairvoyant placement.
 
-Each generator has one process, engine thread and core. Arms take turns within every repetition, and ratios are taken
-within one. Every arm must give the same tokens and log-probs, bit for bit.
+Each generator has one process, engine thread and core. Arms (policies) alternate within every repetition, and ratios
+compare arms of the same repetition. Every arm must give the same tokens and log-probs, bit for bit.
 """
 
 from __future__ import annotations
