@@ -190,7 +190,7 @@ def make_targets_in_documents_exist(house: House) -> Iterator[Fault]:
     documents = [p for p in house.ending(".md") if p.parts[0] in ("README.md", "CONTRIBUTING.md", "docs")]
     targets = set(re.findall(r"^([a-z0-9-]+):", house.text(Path("Makefile")), re.MULTILINE)) if documents else set()
     for path in documents:
-        for number, code in _code_of(house.text(path)):
+        for number, code in code_of(house.text(path)):
             for command in re.findall(r"\bmake ([a-z][a-z0-9-]+(?: [a-z0-9-]+)*)", code):
                 for word in set(command.split()) - targets:
                     yield Fault(path, number, f"make {word} is no target of the Makefile")
@@ -388,14 +388,17 @@ def _constants_of(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
                         yield node.lineno, each.id, ast.unparse(value)
 
 
-def _code_of(markdown: str) -> Iterator[tuple[int, str]]:
-    """Lines of fenced blocks and `inline` code, each with the number of its line."""
-    fenced = False
+def code_of(markdown: str) -> Iterator[tuple[int, str]]:
+    """Yield lines of fenced blocks, continued ones joined, and `inline` code, each with the number of its line."""
+    fenced, begun = False, ""
     for number, line in enumerate(markdown.splitlines(), 1):
         if line.lstrip().startswith("```"):
             fenced = not fenced
         elif fenced:
-            yield number, line
+            begun += line.removesuffix("\\")
+            if not line.endswith("\\"):
+                yield number, begun
+                begun = ""
         else:
             yield from ((number, code) for code in re.findall(r"`([^`]+)`", line))
 

@@ -6,6 +6,7 @@ from typing import Any, get_args, get_origin
 
 import pytest
 import typer
+from house import code_of
 from places import ROOT
 from pydantic.alias_generators import to_camel
 from pydantic.fields import FieldInfo
@@ -76,23 +77,8 @@ def test_the_index_leads_to_every_page() -> None:
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def code_of(page: Path) -> Iterator[tuple[int, str]]:
-    """Yield the lines of fenced blocks, continued ones joined, and `inline` code."""
-    is_fenced, begun = False, ""
-    for number, line in enumerate(page.read_text().splitlines(), 1):
-        if line.lstrip().startswith("```"):
-            is_fenced = not is_fenced
-        elif is_fenced:
-            begun += line.removesuffix("\\")
-            if not line.endswith("\\"):
-                yield number, begun
-                begun = ""
-        else:
-            yield from ((number, code) for code in re.findall(r"`([^`]+)`", line))
-
-
 def commands_of(page: Path) -> Iterator[tuple[int, list[str]]]:
-    for number, code in code_of(page):
+    for number, code in code_of(page.read_text()):
         if found := re.match(r"(?:\$ )?(?:\S*bin/)?rlhfspec (.+)", code):
             words = shlex.split(found[1], comments=True)
             end = next((place for place, word in enumerate(words) if word in ("|", "&&", ">")), len(words))
