@@ -90,11 +90,11 @@ SUITES = {
 def due_files(suite: Suite, repository: Repository, changed: Iterable[Path]) -> dict[Path, Path]:
     """Return the suite's files of tests that a change reaches, each with the first changed file that does.
 
-    Documents are left to the other tests.
+    Documents are left to the other tests, and the record of the suites reaches none.
     """
     files = suite.files(repository.root)
     due: dict[Path, Path] = {}
-    for path in sorted(path for path in changed if path.suffix != ".md" and path.parts[0] != ".ci"):
+    for path in sorted(each for each in changed if each.suffix != ".md" and each.parts[0] != ".ci" and each != WHOLE):
         name, reached = str(path), repository.reached_from(path)
         whole_suite = name in FOR_ALL or name.startswith(suite.folders or "\0")
         whole_suite |= any(str(each).startswith(suite.modules or "\0") for each in reached)
