@@ -20,7 +20,7 @@ def shown(text: str) -> str:
     r"""Return text with control characters shown as symbols; line ends stay and tabs are expanded.
 
     >>> shown("a\tb\r\nc\x07")
-    'a       b\\nc␇'
+    'a       b\nc␇'
     """
     return visible(text.replace("\r\n", "\n").expandtabs())
 
