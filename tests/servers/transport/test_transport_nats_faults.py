@@ -1,8 +1,10 @@
 """NATS failures: servers die, stop or refuse, and networks fall silent."""
 
 import asyncio
+import gc
 import random
 import time
+import warnings
 from asyncio import sslproto
 from collections import Counter
 from collections.abc import Iterator
@@ -25,6 +27,15 @@ from rlhfspec.messages.transport.nats import NatsTransport
 
 SUBJECT, DEAD, STATE = "rlhf.sums.sample", "rlhf.sums.dead", "rlhf.sums.weights"
 REWARD = Consumer(name="reward", ack_wait_seconds=2.0, max_deliveries=None)
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    """The NATS client drops sockets of connections that fail; collected later, they would fail another's test."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 async def connect(url: str, **options: Any) -> NatsTransport:
