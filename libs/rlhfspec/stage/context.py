@@ -29,7 +29,7 @@ def kept_versions(job: RLHFJob, stage: str = "trainer") -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One run of a job; `base_folder` is the job file's folder, `folder` the run's."""
+    """Run of a job; `base_folder` is the job file's folder, `folder` the run's."""
 
     uid: str
     base_folder: Path

@@ -38,7 +38,7 @@ class Where:
 
 
 class Cluster:
-    """One namespace of a cluster, with requests that are never retried."""
+    """Namespace of a cluster, with requests that are never retried."""
 
     def __init__(self, where: Where) -> None:
         self._where = where

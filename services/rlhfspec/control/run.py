@@ -176,7 +176,7 @@ class Control:
 
 
 class _LookingOn(Service):
-    """All run observers. consumes: all records; produces: nothing; waits for: the broker; unblocked by: every stage."""
+    """Run observers. consumes: all records; produces: nothing; waits for: the broker; unblocked by: every stage."""
 
     def __init__(self, control: Control, health: Health) -> None:
         super().__init__("opening", 0, control._vitals)

@@ -49,7 +49,7 @@ class DirectControl:
 
 
 class _Frames(asyncio.Protocol):
-    """One end of a connection, which is closed after a frame of more than `most_bytes`."""
+    """End of a connection that is closed after a frame of more than `most_bytes`."""
 
     most_bytes = MOST_FRAME_BYTES
     transport: asyncio.Transport

@@ -28,7 +28,7 @@ class UnequalWork(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One measured step. Stages may overlap and add up to more than `seconds`."""
+    """Measured step. Stages may overlap and add up to more than `seconds`."""
 
     seconds: float
     by_stage: dict[str, float]
