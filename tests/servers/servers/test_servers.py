@@ -27,6 +27,7 @@ from rlhfspec.messages.servers.guardian import MARK
 from rlhfspec.messages.servers.nats import MAX_PAYLOAD_BYTES, NatsServer, User
 from rlhfspec.messages.servers.program import ServerProgram, write_secret
 from rlhfspec.messages.servers.redis import RedisServer
+from rlhfspec.messages.transport.jetstream.connection import _socket_of
 
 MADE: dict[str, Callable[[Path], ServerProgram]] = {
     "nats": lambda folder: NatsServer(folder, run="r1"),
@@ -216,10 +217,17 @@ async def connect(url: str, *, tls: ssl.SSLContext | None, seed: Path | None) ->
     async def ignore(_: Exception) -> None:
         pass
 
-    return await nats.connect(
-        url, tls=tls, nkeys_seed=str(seed) if seed else None, allow_reconnect=False, max_reconnect_attempts=1,
-        connect_timeout=5, error_cb=ignore,
-    )  # fmt: skip
+    client = nats.NATS()
+    try:
+        await client.connect(
+            url, tls=tls, nkeys_seed=str(seed) if seed else None, allow_reconnect=False, max_reconnect_attempts=1,
+            connect_timeout=5, error_cb=ignore,
+        )  # fmt: skip
+    except BaseException:
+        if (socket := _socket_of(client)) is not None:
+            socket.abort()  # a refused client leaves it open, and would wait for ever when closed
+        raise
+    return client
 
 
 async def test_the_key_says_which_role_it_is_and_so_what_it_may(tmp_path: Path) -> None:
