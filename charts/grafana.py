@@ -21,9 +21,9 @@ class Panel:
 
 
 GENERATION = (
-    Panel("Tokens a second", (("rlhfspec_generator_tokens_per_second{JOB}", "generator {{worker}}"),)),
+    Panel("Tokens per second", (("rlhfspec_generator_tokens_per_second{JOB}", "generator {{worker}}"),)),
     Panel(
-        "Drafted tokens accepted a verification",
+        "Drafted tokens accepted per verification",
         (("rlhfspec_generator_accepted_per_verification{JOB}", "generator {{worker}}"),),
     ),
     Panel(
@@ -36,18 +36,18 @@ GENERATION = (
             ),
         ),
         "percentunit",
-        "Share of what the generators said they took most steps by; plain: without drafts",
+        "Share of generator reports by draft strategy; plain: without drafts",
     ),
     Panel(
         "Sequences",
         (
-            ("rlhfspec_generator_running{JOB}", "runs at {{worker}}"),
-            ("rlhfspec_generator_waiting{JOB}", "waits at {{worker}}"),
+            ("rlhfspec_generator_running{JOB}", "running at {{worker}}"),
+            ("rlhfspec_generator_waiting{JOB}", "waiting at {{worker}}"),
         ),
     ),
-    Panel("Moves a minute", (("sum by (how) (rate(rlhfspec_moves_total{JOB}[5m])) * 60", "{{how}}"),)),
+    Panel("Moves per minute", (("sum by (how) (rate(rlhfspec_moves_total{JOB}[5m])) * 60", "{{how}}"),)),
     Panel(
-        "Pause of a sample that moves",
+        "Pause of a moved sample",
         (
             ("histogram_quantile(0.5, sum by (le) (rate(rlhfspec_move_pause_seconds_bucket{JOB}[5m])))", "median"),
             ("histogram_quantile(0.99, sum by (le) (rate(rlhfspec_move_pause_seconds_bucket{JOB}[5m])))", "p99"),
@@ -56,7 +56,7 @@ GENERATION = (
     ),
     Panel("Weights version", (("rlhfspec_weights_version{JOB}", "{{role}} at {{stage}} {{worker}}"),)),
     Panel(
-        "Waits to be taken, p95",
+        "Queue time of records, p95",
         (
             (
                 "histogram_quantile(0.95, sum by (le, stage, type) (rate(rlhfspec_queue_seconds_bucket{JOB}[5m])))",
@@ -70,28 +70,28 @@ TRAINING = (
     Panel("Reward", (("rlhfspec_step_reward{JOB}", "{{rlhfjob}}"),)),
     Panel("KL to the reference (k3)", (("rlhfspec_step_kl{JOB}", "{{rlhfjob}}"),)),
     Panel("Policy loss", (("rlhfspec_step_policy_loss{JOB}", "{{rlhfjob}}"),)),
-    Panel("Entropy, nats a token", (("rlhfspec_step_entropy{JOB}", "{{rlhfjob}}"),)),
-    Panel("Tokens of a response", (("rlhfspec_step_response_length{JOB}", "{{rlhfjob}}"),)),
+    Panel("Entropy, nats per token", (("rlhfspec_step_entropy{JOB}", "{{rlhfjob}}"),)),
+    Panel("Tokens per response", (("rlhfspec_step_response_length{JOB}", "{{rlhfjob}}"),)),
     Panel("Steps trained", (("rlhfspec_step{JOB}", "{{rlhfjob}}"),)),
     Panel(
-        "Time by work, share",
+        "Share of time by kind of work",
         (("sum by (stage, work) (rate(rlhfspec_work_seconds_sum{JOB}[5m]))", "{{stage}}: {{work}}"),),
         "percentunit",
     ),
     Panel(
-        "What went wrong, in 10 minutes",
+        "Failures in the last 10 minutes",
         (
-            ('sum by (type) (increase(rlhfspec_records_ended_total{JOB,how="term"}[10m]))', "dead {{type}}"),
+            ('sum by (type) (increase(rlhfspec_records_ended_total{JOB,how="term"}[10m]))', "undeliverable {{type}}"),
             ("max by (server) (increase(rlhfspec_reconnects_total{JOB}[10m]))", "{{server}} lost"),
-            ("sum by (stage) (increase(rlhfspec_restarts_total{JOB}[10m]))", "{{stage}} started again"),
+            ("sum by (stage) (increase(rlhfspec_restarts_total{JOB}[10m]))", "{{stage}} restarted"),
         ),
     ),
 )
 OPERATOR = (
-    Panel("Acts", (('rlhfspec_operator_leader{namespace=~"$namespace"}', "{{pod}}"),)),
+    Panel("Leader", (('rlhfspec_operator_leader{namespace=~"$namespace"}', "{{pod}}"),)),
     Panel("Jobs", (('max(rlhfspec_operator_jobs{namespace=~"$namespace"})', "jobs"),)),
     Panel(
-        "One look at one job",
+        "Duration of a reconcile",
         tuple(
             (
                 f"histogram_quantile({quantile}, sum by (le) "
@@ -102,9 +102,9 @@ OPERATOR = (
         ),
         "s",
     ),
-    Panel("Jobs due for a look", (('rlhfspec_operator_queue_length{namespace=~"$namespace"}', "{{pod}}"),)),
+    Panel("Jobs due for a reconcile", (('rlhfspec_operator_queue_length{namespace=~"$namespace"}', "{{pod}}"),)),
     Panel(
-        "Writes to the API server a second",
+        "Writes to the API server per second",
         (
             (
                 'sum by (verb, kind) (rate(rlhfspec_operator_api_writes_total{namespace=~"$namespace"}[5m]))',
@@ -113,7 +113,7 @@ OPERATOR = (
         ),
     ),
     Panel(
-        "Looks that were not finished",
+        "Failed reconciles",
         (('increase(rlhfspec_operator_reconcile_failures_total{namespace=~"$namespace"}[5m])', "{{pod}}"),),
     ),
 )

@@ -211,5 +211,5 @@ def _roles(roles: Table) -> Iterator[str]:
 
 def _of_roles(row: Row, fields: dict[str, list[Row]]) -> Row:
     without = [f"`{name}`" for name, rows in fields.items() if row.path not in {each.path for each in rows}]
-    said = f" Not of {' and '.join(without)}." if without else ""
+    said = f" Not for {' and '.join(without)}." if without else ""
     return replace(row, description=row.description + said)

@@ -33,8 +33,8 @@ def part(default: type[Part], what: str) -> Any:
 
 
 class Resources(Part):
-    requests: dict[str, Quantity] = Field({}, description="what a pod is given for sure")
-    limits: dict[str, Quantity] = Field({}, description="what it gets at most")
+    requests: dict[str, Quantity] = Field({}, description="what a pod is guaranteed")
+    limits: dict[str, Quantity] = Field({}, description="most that a pod may use")
 
 
 def resources(cpu: str, memory: str, limit: str, what: str) -> Any:
@@ -46,18 +46,20 @@ class Pod(Part):
     """What clusters ask of pods, said by the component that has them."""
 
     node_selector: dict[str, str] = Field({}, description="labels of nodes where it may run")
-    tolerations: list[dict[str, Any]] = Field([], description="taints of nodes where it may run all the same")
-    affinity: dict[str, Any] = Field({}, description="in place of the chart's own")
+    tolerations: list[dict[str, Any]] = Field([], description="tolerations of the pods")
+    affinity: dict[str, Any] = Field({}, description="replaces the chart's own")
     priority_class_name: NameOrNone = ""
-    pod_labels: dict[str, str] = Field({}, description="beside the chart's own")
-    pod_annotations: dict[str, str] = Field({}, description="beside the chart's own")
+    pod_labels: dict[str, str] = Field({}, description="added to the chart's own")
+    pod_annotations: dict[str, str] = Field({}, description="added to the chart's own")
     pod_security_context: dict[str, Any] = Field({}, description="merged over the chart's own, see openshift")
-    security_context: dict[str, Any] = Field({}, description="of its container, merged over the chart's own")
-    env: list[dict[str, Any]] = Field([], description="variables of its container, after the chart's own")
+    security_context: dict[str, Any] = Field(
+        {}, description="security context of its container, merged over the chart's own"
+    )
+    env: list[dict[str, Any]] = Field([], description="environment variables of its container, after the chart's own")
 
 
 class Account(Part):
-    annotations: dict[str, str] = Field({}, description="of the ServiceAccount: a role of your cloud, say")
+    annotations: dict[str, str] = Field({}, description="annotations of the ServiceAccount, such as an IAM role")
 
 
 class Image(Part):
@@ -78,35 +80,40 @@ class Images(Part):
 
     registry: Registry = Field(
         "",
-        description="where you pushed slim, cpu and cuda, which are published nowhere; before a repository that names "
+        description="where you pushed slim, cpu and cuda, which are not published; used for each repository that names "
         "no registry itself",
     )
-    server_registry: Registry = Field("docker.io", description="the same of nats and redis: a mirror, say")
+    server_registry: Registry = Field("docker.io", description="registry of nats and redis, such as a mirror")
     slim: Image = image("rlhfspec/slim", "", "without torch: operator, control, prompts, rebalancer, dashboard")
     cpu: Image = image("rlhfspec/cpu", "", "with torch, for pods that ask for no GPU")
     cuda: Image = image("rlhfspec/cuda", "", "with torch and CUDA, for pods that ask for a GPU")
     nats: Image = image("library/nats", "2.12.2-alpine", "bundled NATS; its entrypoint is the server")
     redis: Image = image("valkey/valkey", "9.0-alpine", "bundled Redis; its entrypoint is the server, built with TLS")
-    pull_policy: Literal["Always", "IfNotPresent", "Never"] = Field("IfNotPresent", description="of all of them")
-    pull_secrets: list[Name] = Field([], description="Secrets to pull with, of every namespace that has our pods")
+    pull_policy: Literal["Always", "IfNotPresent", "Never"] = Field(
+        "IfNotPresent", description="pull policy of all images"
+    )
+    pull_secrets: list[Name] = Field(
+        [], description="pull Secrets; they must exist in every namespace with pods of the release or of jobs"
+    )
 
 
 class Operator(Pod):
-    replicas: int = Field(2, ge=1, le=5, description="one acts, the others wait for its lease")
+    replicas: int = Field(2, ge=1, le=5, description="one leads, the others stand by")
     scope: Literal["namespace", "cluster"] = Field(
-        "namespace", description="jobs run in `jobNamespaces`; or wherever a namespace has `namespaceLabel`"
+        "namespace",
+        description="namespace: jobs run in `jobNamespaces`; cluster: in every namespace with `namespaceLabel`",
     )
     job_namespaces: list[Name] = Field(
-        [], description="which exist already; empty: RELEASE-NAMESPACE-jobs, which is made"
+        [], description="existing namespaces for jobs; empty: RELEASE-NAMESPACE-jobs, which is created"
     )
     namespace_label: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9./_-]+=[A-Za-z0-9._-]*$")] = Field(
         "rlhfspec.io/jobs=enabled",
-        description="with scope cluster: of namespaces where jobs run; the operator makes there what jobs need",
+        description="with scope cluster: label of namespaces for jobs; the operator creates there what jobs need",
     )
     gang: list[Literal["kueue", "volcano", "coscheduling"]] = Field(
-        [], description="what jobs may name as `scheduling.gang`: whose Workloads or PodGroups it may make"
+        [], description="values jobs may set as `scheduling.gang`; the operator may create their Workloads or PodGroups"
     )
-    resources: Resources = resources("100m", "192Mi", "512Mi", "of each replica")
+    resources: Resources = resources("100m", "192Mi", "512Mi", "resources of each replica")
     service_account: Account = part(Account, "")
 
 
@@ -156,7 +163,7 @@ class Allowed(Part):
         description="fields of the pods of every role: `PATH`, with all below it, or `PATH=VALUE`, where * is any text",
     )
     code_fields: list[Annotated[str, Field(min_length=1)]] = Field(
-        list(operator.Allowed().code_fields), description="further ones, of the roles that run the user's code"
+        list(operator.Allowed().code_fields), description="further fields, for the roles that run the user's code"
     )
     code_roles: list[Literal[ROLES]] = Field(  # type: ignore[valid-type]
         list(operator.Allowed().code_roles), description="roles that run the user's code"
@@ -164,103 +171,106 @@ class Allowed(Part):
     label: str = Field(
         operator.Allowed().label,
         min_length=1,
-        description="with the value `true`: on Secrets, ConfigMaps and claims that jobs may name",
+        description="label, with the value `true`, of Secrets, ConfigMaps and claims that jobs may name",
     )
 
 
 class Jobs(Part):
     allowed: Allowed = part(Allowed, "what a job may set in its pods, see docs/rights.md")
-    resources: RoleResources = part(RoleResources, "by role: requests and limits that the job does not name")  # type: ignore[valid-type]
-    shared_memory: Quantity = Field("1Gi", description="of /dev/shm in every pod")
-    pod_template: PodTemplate = part(PodTemplate, "merged into every pod of every job, before what the job says")
+    resources: RoleResources = part(RoleResources, "by role: requests and limits for what the job does not set")  # type: ignore[valid-type]
+    shared_memory: Quantity = Field("1Gi", description="size of /dev/shm in every pod")
+    pod_template: PodTemplate = part(
+        PodTemplate, "merged into every pod of every job, before the job's own podTemplate"
+    )
     service_account: Account = part(Account, "")
     priority_classes: ByRole = part(  # type: ignore[valid-type]
-        ByRole, "by role, of jobs that name no scheduling.priorityClass; see priorityClasses"
+        ByRole, "PriorityClass by role, for jobs without scheduling.priorityClass; see priorityClasses"
     )
     gpu_resources: list[Annotated[str, Field(min_length=1)]] = Field(
         ["nvidia.com/gpu", "nvidia.com/mig-*"],
-        description="what GPUs are called in limits, * for the rest of a name; pods with one run the image cuda",
+        description="names of GPU resources, * for the rest of a name; pods with such a limit run the image cuda",
     )
     otlp_endpoint: Annotated[str, StringConstraints(pattern=r"^(https?://[^\s]+)?$")] = Field(
-        "", description="an OpenTelemetry collector, for jobs that name none; see networkPolicy.egress.all"
+        "", description="URL of an OpenTelemetry collector, for jobs that name none; see networkPolicy.egress.all"
     )
-    coscheduler: str = Field("scheduler-plugins-scheduler", min_length=1, description="its schedulerName")
+    coscheduler: str = Field("scheduler-plugins-scheduler", min_length=1, description="schedulerName of coscheduling")
     max_workers: int = Field(
-        1000, ge=1, le=5000, description="pods of one job, all roles together; one that asks for more is refused"
+        1000, ge=1, le=5000, description="most pods of a job, all roles together; a job that asks for more is refused"
     )
 
 
 class ExternalNats(Part):
     url: Annotated[str, StringConstraints(pattern=r"^(tls://[^\s/@]+)?$")] = Field(
-        "", description="of your own NATS, when `nats.enabled` is false: `tls://host:4222`"
+        "", description="URL of your own NATS, if `nats.enabled` is false: `tls://host:4222`"
     )
     existing_secret: NameOrNone = Field(
-        "", description="in the release's namespace: `account.seed` (of an account with JetStream), `ca.pem`"
+        "",
+        description="Secret in the release's namespace with `account.seed` (of an account with JetStream) and `ca.pem`",
     )
-    cidrs: list[Cidr] = Field(["0.0.0.0/0"], description="where it is, for the NetworkPolicies")
+    cidrs: list[Cidr] = Field(["0.0.0.0/0"], description="its addresses, for the NetworkPolicies")
 
 
 class Persistence(Part):
-    enabled: bool = Field(True, description="keep streams over the loss of a node; false: an emptyDir")
+    enabled: bool = Field(True, description="keep streams if a node is lost; false: an emptyDir")
     size: Quantity = Field("10Gi")
     storage_class: NameOrNone = Field("", description="empty: the cluster's default")
 
 
 class Nats(Pod):
     enabled: bool = Field(True, description="bundle a NATS server")
-    persistence: Persistence = part(Persistence, "of its streams")
-    resources: Resources = resources("200m", "256Mi", "2Gi", "of its pod")
-    external: ExternalNats = part(ExternalNats, "your own instead")
+    persistence: Persistence = part(Persistence, "volume of its streams")
+    resources: Resources = resources("200m", "256Mi", "2Gi", "resources of its pod")
+    external: ExternalNats = part(ExternalNats, "your own server instead")
 
 
 class ExternalRedis(Part):
     url: Annotated[str, StringConstraints(pattern=r"^(rediss://[^\s/@]+)?$")] = Field(
-        "", description="of your own Redis, when `redis.enabled` is false: `rediss://host:6379`"
+        "", description="URL of your own Redis, if `redis.enabled` is false: `rediss://host:6379`"
     )
     existing_secret: NameOrNone = Field(
-        "", description="in the release's namespace: `ca.pem`, and of the operator's user there `username`, `password`"
+        "", description="Secret in the release's namespace with `ca.pem`, and the operator's `username` and `password`"
     )
-    cidrs: list[Cidr] = Field(["0.0.0.0/0"], description="where it is, for the NetworkPolicies")
+    cidrs: list[Cidr] = Field(["0.0.0.0/0"], description="its addresses, for the NetworkPolicies")
 
 
 class Redis(Pod):
-    enabled: bool = Field(True, description="bundle a Redis; it holds only what may be lost")
-    resources: Resources = resources("50m", "64Mi", "256Mi", "of its pod")
-    external: ExternalRedis = part(ExternalRedis, "your own instead")
+    enabled: bool = Field(True, description="bundle a Redis; it holds only data that may be lost")
+    resources: Resources = resources("50m", "64Mi", "256Mi", "resources of its pod")
+    external: ExternalRedis = part(ExternalRedis, "your own server instead")
 
 
 class CreateClaim(Part):
-    enabled: bool = Field(True, description="make a claim in every job namespace unless `storage.claim` names one")
+    enabled: bool = Field(True, description="create a claim in every job namespace unless `storage.claim` names one")
     size: Quantity = Field("100Gi")
     storage_class: NameOrNone = Field("", description="empty: the cluster's default")
     access_modes: list[Literal["ReadWriteMany", "ReadWriteOnce", "ReadWriteOncePod"]] = Field(
-        ["ReadWriteMany"], min_length=1, max_length=1, description="ReadWriteOnce: all pods of a job on one node"
+        ["ReadWriteMany"], min_length=1, max_length=1, description="ReadWriteOnce: all pods of a job run on one node"
     )
 
 
 class Storage(Part):
-    claim: NameOrNone = Field("", description="a claim of the job namespaces, for jobs that name none themselves")
-    create: CreateClaim = part(CreateClaim, "the claim to make")
+    claim: NameOrNone = Field("", description="existing claim in the job namespaces, for jobs that name none")
+    create: CreateClaim = part(CreateClaim, "the claim to create")
 
 
 class Ingress(Part):
     """Always with TLS: the cookie of a visitor is sent over HTTPS alone."""
 
     enabled: bool = Field(
-        False, description="HTTPS from outside, ended by your ingress controller; set ingressFrom too"
+        False, description="HTTPS from outside; TLS ends at your ingress controller; set ingressFrom too"
     )
     class_name: NameOrNone = Field("", description="empty: the cluster's default")
     host: NameOrNone = Field("", description="such as rlhf.example.com")
     annotations: dict[str, str] = Field({}, description="for your controller or cert-manager")
-    tls_secret: NameOrNone = Field("", description="with its certificate; empty: the controller's own")
+    tls_secret: NameOrNone = Field("", description="Secret with its certificate; empty: the controller's own")
 
 
 class Dashboard(Pod):
     enabled: bool = Field(True, description="the web dashboard, read-only")
     storage: Auto = Field(
-        "auto", description="show past steps of the run folders; auto: where all nodes may mount the claim that is made"
+        "auto", description="show past steps from the run folders; auto: if all nodes can mount the created claim"
     )
-    resources: Resources = resources("50m", "128Mi", "512Mi", "of its pod")
+    resources: Resources = resources("50m", "128Mi", "512Mi", "resources of its pod")
     service_account: Account = part(Account, "")
     ingress: Ingress = part(Ingress, "")
     ingress_from: list[dict[str, Any]] = Field(
@@ -269,9 +279,9 @@ class Dashboard(Pod):
 
 
 class Outside(Part):
-    cidr: Cidr = Field(description="where to")
-    except_: list[Cidr] = Field([], alias="except", description="but not there")
-    ports: list[Port] = Field(min_length=1, description="TCP")
+    cidr: Cidr = Field(description="destination")
+    except_: list[Cidr] = Field([], alias="except", description="excluded parts of it")
+    ports: list[Port] = Field(min_length=1, description="TCP ports")
 
 
 PRIVATE = ["10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16"]
@@ -283,7 +293,7 @@ def _egress(role: str) -> Any:
         "prepare": "to the hub that models and data come from",
         "reward": "to HTTP rewards",
         "trainer": "to trackers",
-        "all": "of every pod of a job: to an OpenTelemetry collector, say",
+        "all": "of every pod of a job, such as to an OpenTelemetry collector",
     }.get(role, "")
     places = HUB if role == "prepare" else []
     return Field(default_factory=lambda: [each.model_copy() for each in places], description=what)
@@ -295,54 +305,60 @@ Egress = create_model(  # type: ignore[call-overload]
 
 
 class NetworkPolicy(Part):
-    enabled: bool = Field(True, description="deny what docs/chart.md's table of edges does not list")
+    enabled: bool = Field(True, description="deny connections that docs/chart.md's table of edges does not list")
     dns: list[dict[str, Any]] = Field(
         [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}}}],
         min_length=1,
         description="NetworkPolicy peers that answer DNS",
     )
     api_server: list[Outside] = Field(
-        [Outside(cidr="0.0.0.0/0", ports=[443, 6443])], min_length=1, description="where the API server answers"
+        [Outside(cidr="0.0.0.0/0", ports=[443, 6443])], min_length=1, description="addresses of the API server"
     )
     prometheus: list[dict[str, Any]] = Field(
         [{"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}}}],
-        description="NetworkPolicy peers that scrape",
+        description="NetworkPolicy peers that scrape metrics",
     )
-    egress: Egress = part(Egress, "where pods of a role may go outside of the release")  # type: ignore[valid-type]
+    egress: Egress = part(Egress, "destinations outside the release that pods of a role may reach")  # type: ignore[valid-type]
 
 
 class Monitoring(Part):
     pod_monitor: Auto = Field("auto", description="PodMonitors for operator and jobs; auto: where their API exists")
     prometheus_rule: Auto = Field("auto", description="alerts; auto: where their API exists")
-    labels: dict[str, str] = Field({}, description="by which your Prometheus picks both")
-    interval: Annotated[str, StringConstraints(pattern=r"^[0-9]+(ms|s|m)$")] = Field("15s", description="of a scrape")
+    labels: dict[str, str] = Field({}, description="labels by which your Prometheus finds both")
+    interval: Annotated[str, StringConstraints(pattern=r"^[0-9]+(ms|s|m)$")] = Field(
+        "15s", description="scrape interval"
+    )
 
 
 class GrafanaDashboards(Part):
-    enabled: bool = Field(False, description="as ConfigMaps, for Grafana's sidecar")
-    label: str = Field("grafana_dashboard", min_length=1, description="by which the sidecar finds them (value `1`)")
+    enabled: bool = Field(False, description="create dashboards as ConfigMaps, for Grafana's sidecar")
+    label: str = Field(
+        "grafana_dashboard", min_length=1, description="label by which the sidecar finds them (value `1`)"
+    )
 
 
 class PriorityClasses(Part):
-    enabled: bool = Field(False, description="make RELEASE-trainer and RELEASE-generator, and give them to these roles")
+    enabled: bool = Field(
+        False, description="create RELEASE-trainer and RELEASE-generator, and use them for these roles"
+    )
     trainer: int = Field(1000, ge=-1000000000, le=1000000000)
     generator: int = Field(500, ge=-1000000000, le=1000000000)
 
 
 class Budgets(Part):
-    enabled: bool = Field(True, description="for operator, NATS, Redis, dashboard: one at a time")
+    enabled: bool = Field(True, description="for operator, NATS, Redis, dashboard: at most one pod unavailable")
 
 
 class TopologySpread(Part):
-    enabled: bool = Field(True, description="of the operator's replicas")
-    topology_key: str = Field("kubernetes.io/hostname", min_length=1, description="over what")
+    enabled: bool = Field(True, description="spread the operator's replicas")
+    topology_key: str = Field("kubernetes.io/hostname", min_length=1, description="node label to spread over")
 
 
 class Values(Part):
-    name_override: NameOrNone = Field("", max_length=40, description="in place of `rlhfspec` in names and labels")
-    fullname_override: NameOrNone = Field("", max_length=40, description="in place of RELEASE in all names")
+    name_override: NameOrNone = Field("", max_length=40, description="replaces `rlhfspec` in names and labels")
+    fullname_override: NameOrNone = Field("", max_length=40, description="replaces RELEASE in all names")
     openshift: Auto = Field(
-        "auto", description="leave user and groups of all pods, jobs' too, to the cluster; auto: where SCCs exist"
+        "auto", description="let the cluster choose user and groups of all pods, also of jobs; auto: where SCCs exist"
     )
     images: Images = part(Images, "")
     operator: Operator = part(Operator, "")
@@ -357,4 +373,4 @@ class Values(Part):
     priority_classes: PriorityClasses = part(PriorityClasses, "")
     pod_disruption_budgets: Budgets = part(Budgets, "")
     topology_spread: TopologySpread = part(TopologySpread, "")
-    global_: dict[str, Any] = Field({}, alias="global", description="of a chart that has this one as a part; not read")
+    global_: dict[str, Any] = Field({}, alias="global", description="values of a parent chart; not read")

@@ -144,7 +144,7 @@ TOLD: dict[str, tuple[Edits, str, str]] = {
     "wrong-400-times": ({TERMS: "TERMS 400 64"}, "", "must be no more than 63"),
     "deep": ({f"{SPEC}.affinity": "DEEP 500"}, "", "affinity"),
     # what jobs.allowed does not list
-    "secret": (volume(secret={"secretName": "keys"}), "BadConfig", "Secret keys is not there, or has no label"),
+    "secret": (volume(secret={"secretName": "keys"}), "BadConfig", "Secret keys does not exist, or has no label"),
     "secret-variable": (container(env=[KEY]), "BadConfig", "Secret keys"),
     "claim": ({"storage.claim": "no-such-claim"}, "BadConfig", "PersistentVolumeClaim no-such-claim"),
     "token": (volume(projected=TOKEN), "BadConfig", "serviceAccountToken"),

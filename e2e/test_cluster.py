@@ -208,7 +208,7 @@ def test_nothing_is_left_when_the_test_process_is_killed() -> None:
 
 @pytest.mark.own
 @pytest.mark.ci
-def test_a_control_plane_alone_with_kwok() -> None:
+def test_pods_get_ready_on_kwok_nodes_of_a_lone_control_plane() -> None:
     with ControlPlane(scheduler=True) as plane:
         plane.start_kwok(20, gpus=8)
         tolerate = [{"key": "kwok.x-k8s.io/node", "operator": "Exists"}]

@@ -160,7 +160,7 @@ def refused(job: Job, pod: str) -> Callable[[], datetime | None]:
 # --- pods that cannot start ------------------------------------------------------------------------------------------
 
 
-def test_an_image_that_nobody_has(submit: Callable[..., Job], shows: Callable[..., None]) -> None:
+def test_an_image_that_cannot_be_pulled_is_reported(submit: Callable[..., Job], shows: Callable[..., None]) -> None:
     container = {"name": "worker", "imagePullPolicy": "IfNotPresent"}
     reward = {"image": "localhost:1/judge:2", "podTemplate": {"spec": {"containers": [container]}}}
     job = submit("image", roles={"reward": reward})
@@ -168,13 +168,13 @@ def test_an_image_that_nobody_has(submit: Callable[..., Job], shows: Callable[..
     shows(job, "ImagePull", "localhost:1/judge:2", after=failed, what="ErrImagePull")
 
 
-def test_an_image_that_must_be_on_the_node(submit: Callable[..., Job], shows: Callable[..., None]) -> None:
+def test_an_image_missing_on_the_node_is_reported(submit: Callable[..., Job], shows: Callable[..., None]) -> None:
     job = submit("never", roles={"reward": {"image": "localhost/none:1"}})
     failed = event(job, "never-reward-0", "Failed", "ErrImageNeverPull")
     shows(job, "ImagePull", "localhost/none:1", after=failed, what="ErrImageNeverPull")
 
 
-def test_more_gpus_than_any_node_has(submit: Callable[..., Job], shows: Callable[..., None]) -> None:
+def test_a_request_for_too_many_gpus_is_reported(submit: Callable[..., Job], shows: Callable[..., None]) -> None:
     job = submit("gpus", roles={"generator": {"resources": {"limits": {"nvidia.com/gpu": 8}}}})
     unscheduled = event(job, "gpus-generator-0", "FailedScheduling")
     evidence = "gpus-generator-0: no node has enough nvidia.com/gpu"
@@ -193,7 +193,7 @@ def lose(cluster: Cluster, job: Job, secret: str) -> None:
     cluster.kubectl("delete", "secret", secret, "-n", NAMESPACE)
 
 
-def test_a_secret_that_is_gone(cluster: Cluster, submit: Callable[..., Job], shows: Callable[..., None]) -> None:
+def test_a_missing_secret_is_reported(cluster: Cluster, submit: Callable[..., Job], shows: Callable[..., None]) -> None:
     secret_for_jobs(cluster, "judge-key")
     mount = {"name": "worker", "volumeMounts": [{"name": "judge", "mountPath": "/etc/judge"}]}
     volume = {"name": "judge", "secret": {"secretName": "judge-key"}}
@@ -205,7 +205,7 @@ def test_a_secret_that_is_gone(cluster: Cluster, submit: Callable[..., Job], sho
     job.wait("it goes on", lambda: job.reason() == "", seconds=180)
 
 
-def test_a_variable_from_a_secret_that_is_gone(
+def test_a_variable_from_a_missing_secret_is_reported(
     cluster: Cluster, submit: Callable[..., Job], shows: Callable[..., None]
 ) -> None:
     secret_for_jobs(cluster, "nobodys")
@@ -220,7 +220,9 @@ def test_a_variable_from_a_secret_that_is_gone(
 # --- pods that are refused -------------------------------------------------------------------------------------------
 
 
-def test_a_quota(cluster: Cluster, submit: Callable[..., Job], shows: Callable[..., None]) -> None:
+def test_an_exceeded_quota_is_reported(
+    cluster: Cluster, submit: Callable[..., Job], shows: Callable[..., None]
+) -> None:
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "few", "namespace": NAMESPACE}}
     cluster.apply(quota | {"spec": {"hard": {"pods": "0"}}})  # more are there: none of them goes
     counted = lambda: cluster.get("resourcequota", "few", "-n", NAMESPACE).get("status", {}).get("hard")  # noqa: E731
@@ -239,7 +241,9 @@ def pods_of(job: str) -> dict[str, Any]:
     return {"rules": [rule], "objectSelector": {"matchLabels": {"rlhfspec.io/job": job}}}
 
 
-def test_a_policy_that_refuses_pods(cluster: Cluster, submit: Callable[..., Job], shows: Callable[..., None]) -> None:
+def test_a_refusal_by_an_admission_policy_is_reported(
+    cluster: Cluster, submit: Callable[..., Job], shows: Callable[..., None]
+) -> None:
     of, name = pods_of("policy"), {"name": "no-pods"}
     match = {"resourceRules": of["rules"], "objectSelector": of["objectSelector"]}
     policy = {"matchConstraints": match, "validations": [{"expression": "false", "message": "not on fridays"}]}
@@ -256,7 +260,7 @@ def test_a_policy_that_refuses_pods(cluster: Cluster, submit: Callable[..., Job]
 
 
 @pytest.mark.parametrize("name", ["closed", "silent"])
-def test_a_webhook_that_cannot_be_asked(
+def test_an_unreachable_webhook_is_reported(
     cluster: Cluster, submit: Callable[..., Job], shows: Callable[..., None], name: str
 ) -> None:
     """Nobody listens there; or somebody who never says a word, which is known only when the time is up."""
@@ -298,14 +302,14 @@ def wait_until_refused(cluster: Cluster, job: str, word: str) -> None:
 # --- what is wrong within a job --------------------------------------------------------------------------------------
 
 
-def test_a_reward_function_that_does_not_exist(submit: Callable[..., Job], shows: Callable[..., None]) -> None:
+def test_a_missing_reward_function_is_reported(submit: Callable[..., Job], shows: Callable[..., None]) -> None:
     job = submit("nowhere", rewards={"sources": [{"type": "function", "function": "no_such_module:reward"}]})
     evidence = "spec.rewards.sources[0].function"
     shows(job, "BadConfig", evidence, after=ended(job, "prepare"), what="prepare ended with 78")
     assert job.phase == "Failed"
 
 
-def test_a_reward_function_that_fails(
+def test_a_failing_reward_function_is_reported(
     installed: Installed, submit: Callable[..., Job], shows: Callable[..., None]
 ) -> None:
     (installed.storage / "judges.py").write_text(BAD_REWARD)
@@ -319,7 +323,9 @@ def test_a_reward_function_that_fails(
     shows(job, "RewardFailing", "reward-0", after=happened, what="a reward raised", words="the judge is not in")
 
 
-def test_a_broker_that_is_down(cluster: Cluster, submit: Callable[..., Job], shows: Callable[..., None]) -> None:
+def test_an_unreachable_broker_is_reported(
+    cluster: Cluster, submit: Callable[..., Job], shows: Callable[..., None]
+) -> None:
     job = submit("broker")
     job.wait_for_step(1, seconds=240)
     assert warnings_of(job) == [], "of a job that starts as it should nothing bad is said"
@@ -341,7 +347,7 @@ def warnings_of(job: Job) -> list[str]:
     return [f"{each['reason']}: {each['message']}" for each in events]
 
 
-def test_a_volume_that_is_full(
+def test_a_full_volume_is_reported(
     installed: Installed, cluster: Cluster, submit: Callable[..., Job], shows: Callable[..., None]
 ) -> None:
     folder = cluster.volume("small", NAMESPACE, small=True)

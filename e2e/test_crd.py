@@ -145,7 +145,7 @@ def test_what_is_wrong_is_refused_and_named(jobs: Jobs) -> None:
     assert (passed, unnamed) == ([], [])
 
 
-def test_what_is_left_to_the_first_pod_is_accepted_here(jobs: Jobs) -> None:
+def test_errors_left_to_the_first_pod_pass_the_api_server(jobs: Jobs) -> None:
     """Else it would no longer be left to it. The job of another version is another resource."""
     left = [each for each in all_wrong() if each.by == "checks" and "/apiVersion" not in each.edits]
     assert 0 < len(left) < 10
@@ -197,7 +197,7 @@ def edit(spec: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", FIXED)
-def test_fixed_once_started(jobs: Jobs, started: dict[str, Any], path: str) -> None:
+def test_immutable_fields_cannot_change_once_started(jobs: Jobs, started: dict[str, Any], path: str) -> None:
     with pytest.raises(ApiException) as caught:
         jobs.replace(with_edit(started, path, FIXED[path]))
     refused = [text for text in said(caught.value).split("; ") if "cannot be changed once the job has started" in text]
@@ -207,7 +207,7 @@ def test_fixed_once_started(jobs: Jobs, started: dict[str, Any], path: str) -> N
     assert "." in named or path == named or named in ("evaluation", "podTemplate"), "the block alone says too little"
 
 
-def test_a_field_may_not_go_once_started(jobs: Jobs, started: dict[str, Any]) -> None:
+def test_immutable_fields_cannot_be_removed_once_started(jobs: Jobs, started: dict[str, Any]) -> None:
     changed = with_edit(started, "storage.claim", None)
     del changed["spec"]["scheduling"]["queue"]
     with pytest.raises(ApiException) as caught:
@@ -218,7 +218,7 @@ def test_a_field_may_not_go_once_started(jobs: Jobs, started: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("path", MUTABLE)
-def test_changed_while_it_runs(jobs: Jobs, started: dict[str, Any], path: str) -> None:
+def test_mutable_fields_may_change_while_a_job_runs(jobs: Jobs, started: dict[str, Any], path: str) -> None:
     jobs.replace(with_edit(started, path, MUTABLE[path]))
     jobs.replace(with_edit(started, "suspend", False))
 
@@ -237,7 +237,7 @@ def test_what_pods_are_like_is_changed_while_the_job_is_suspended(jobs: Jobs, st
 
 
 @pytest.mark.parametrize("path", FIXED)
-def test_free_until_started(jobs: Jobs, path: str) -> None:
+def test_immutable_fields_may_change_before_the_start(jobs: Jobs, path: str) -> None:
     """It was the start, then, that fixed it; what would contradict something else is left out."""
     if path in ("algorithm.name", "rebalance.mode", "scheduling.gang", "model.lora.targetModules"):
         return
@@ -270,7 +270,7 @@ def test_scaling_stays_within_replicas(cluster: ControlPlane, jobs: Jobs) -> Non
     assert cluster.get("rlhf", "elastic")["spec"]["roles"]["generator"]["workers"] == 1
 
 
-def test_every_word_of_the_status_is_known(jobs: Jobs) -> None:
+def test_every_field_of_the_status_is_in_the_schema(jobs: Jobs) -> None:
     jobs.create(edited({"/metadata.name": "status"}))
     status = {
         "phase": "Running", "reason": "Stalled", "message": "m", "observedGeneration": 1, "generators": 2, "gpus": 0,

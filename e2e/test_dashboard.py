@@ -180,14 +180,14 @@ def test_texts_are_for_those_who_may_read_logs(kubernetes: ControlPlane) -> None
                 answers[account] = await session.get(f"{url}/api/jobs/team-a/sums/samples")
         assert answers["looker"].status == 403
         assert (answers["reader"].status, await answers["reader"].text()) == (
-            404, "samples: the run's folder cannot be read from here (got 'team-a/sums')\n",
+            404, "samples: the dashboard cannot read the run folder (got 'team-a/sums')\n",
         )  # fmt: skip
 
     at_dashboard(kubernetes, check)
 
 
 @pytest.mark.parametrize("shown", ["", "nonsense", "eyJhbGciOiJub25lIn0.eyJzdWIiOiJhZG1pbiJ9."])
-def test_who_is_nobody_sees_nothing(kubernetes: ControlPlane, shown: str) -> None:
+def test_a_visitor_without_identity_sees_only_the_login(kubernetes: ControlPlane, shown: str) -> None:
     async def check(url: str) -> None:
         async with visiting(shown) as session:
             for path in ("/api/jobs", "/api/jobs/team-a/sums/events"):
@@ -233,7 +233,7 @@ def test_conditions_arrive_as_the_operator_writes_them(kubernetes: ControlPlane)
 
 
 @pytest.mark.parametrize("loses", ["its right", "its account"])
-def test_who_may_no_longer_loses_an_open_page(kubernetes: ControlPlane, loses: str) -> None:
+def test_a_visitor_who_loses_access_loses_the_open_page(kubernetes: ControlPlane, loses: str) -> None:
     """With the seconds of a release: within those of a review and a beat, and what the API server itself remembers."""
     name = loses.split()[-1]
     kind = "rolebinding" if loses == "its right" else "serviceaccount"
@@ -319,7 +319,7 @@ def test_an_api_server_that_is_away_is_said_in_one_line(kubernetes: ControlPlane
             finally:
                 kubernetes.start_api_server()
             assert answer.status == 503
-            assert text.startswith("the API server, asked for POST ")
+            assert text.startswith("request to the API server failed (POST ")
             assert text.count("\n") == 1
             assert given not in text
             async with asyncio.timeout(60):  # at first it knows of no roles
@@ -329,7 +329,7 @@ def test_an_api_server_that_is_away_is_said_in_one_line(kubernetes: ControlPlane
     at_dashboard(kubernetes, check)
 
 
-def test_it_asks_for_nothing_that_it_needs_not(kubernetes: ControlPlane) -> None:
+def test_the_dashboard_uses_all_its_rights_and_no_others(kubernetes: ControlPlane) -> None:
     """What it was granted is what it did, all of it and no more."""
     did = {
         (event["verb"], event["objectRef"]["resource"])

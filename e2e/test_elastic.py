@@ -19,7 +19,7 @@ def grpo() -> dict[str, Any]:
     return job | {"metadata": {"name": "sums"}}
 
 
-def test_generators_one_to_four_to_one(installed: Installed, laptop: Path) -> None:
+def test_scaling_generators_to_four_and_back_keeps_the_curve(installed: Installed, laptop: Path) -> None:
     """By `kubectl scale`, in mid-job; who leaves hands over what it has."""
     job = installed.submit(grpo())
     job.wait_for_step(1, seconds=300)

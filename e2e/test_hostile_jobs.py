@@ -140,7 +140,7 @@ def test_what_is_absurd_is_refused_and_named(world: World) -> None:
     assert not jobs_of(world)
 
 
-def test_what_is_taken_says_in_words_what_is_wrong(world: World, emptied: None) -> None:
+def test_accepted_wrong_jobs_report_what_is_wrong(world: World, emptied: None) -> None:
     for name, (edits, _, _) in TOLD.items():
         assert post(world, as_text(manifest(name, edits))) == "", name
     said = wait_for_words(world, TOLD)
@@ -155,7 +155,7 @@ def test_what_is_taken_says_in_words_what_is_wrong(world: World, emptied: None) 
     assert wrong == {}
 
 
-def test_what_does_no_harm_waits_for_a_node_as_any_job(world: World, emptied: None) -> None:
+def test_harmless_odd_jobs_wait_for_a_node_like_any_job(world: World, emptied: None) -> None:
     for name, edits in HARMLESS.items():
         assert post(world, as_text(manifest(name, edits))) == "", name
     said = wait_for_words(world, HARMLESS)
@@ -171,7 +171,7 @@ def test_what_does_no_harm_waits_for_a_node_as_any_job(world: World, emptied: No
         assert said[name]["run"]["number"] == 1
 
 
-def test_an_owner_that_is_not_there_takes_the_job_along(world: World, emptied: None) -> None:
+def test_a_job_with_a_missing_owner_is_garbage_collected(world: World, emptied: None) -> None:
     """As anything in Kubernetes: it was somebody's, who is gone."""
     for name in ("orphan", "orphan-of-a-job"):
         kind, version = ("ConfigMap", "v1") if name == "orphan" else (names.KIND, f"{names.GROUP}/{names.VERSION}")
@@ -183,7 +183,7 @@ def test_an_owner_that_is_not_there_takes_the_job_along(world: World, emptied: N
 
 
 @pytest.mark.parametrize("how", ["closed", "broken", "silent"])
-def test_many_jobs_whose_pods_a_webhook_cannot_be_asked_about(world: World, emptied: None, how: str) -> None:
+def test_many_jobs_behind_a_broken_webhook_are_all_reported(world: World, emptied: None, how: str) -> None:
     """Nobody listens there; it answers 500; or it never says a word."""
     enough = threading.Event()
 

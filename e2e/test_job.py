@@ -25,7 +25,7 @@ def job(installed: Installed, laptop: Path) -> Job:
 
 
 @pytest.mark.ci
-def test_it_trains_on_two_nodes_to_the_laptops_bits(job: Job, laptop: Path) -> None:
+def test_a_job_on_two_nodes_trains_to_the_bits_of_a_laptop_run(job: Job, laptop: Path) -> None:
     job.wait_for_phase("Running", seconds=240)
     job.wait_for_step(1, seconds=240)
     nodes = {pod["spec"]["nodeName"] for pod in job.pods()}
@@ -42,7 +42,7 @@ def test_it_trains_on_two_nodes_to_the_laptops_bits(job: Job, laptop: Path) -> N
         assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.3
 
 
-def test_no_pod_runs_after_it(job: Job) -> None:
+def test_no_pod_runs_after_the_job_succeeded(job: Job) -> None:
     job.wait_for_phase("Succeeded", seconds=900)
     job.wait("only finished pods", lambda: all(p["status"]["phase"] in ("Succeeded", "Failed") for p in job.pods()),
              seconds=60)  # fmt: skip

@@ -141,7 +141,7 @@ def test_two_jobs_take_turns_where_there_is_room_for_one(world: World, operator:
     assert world.status("turns", "second")["reason"] == ""
 
 
-def test_who_is_deactivated_ends_the_trainer_first_and_goes_on_later(world: World, operator: Operator) -> None:
+def test_a_deactivated_workload_ends_the_trainer_first_and_resumes_later(world: World, operator: Operator) -> None:
     apply(world, "evicted", "sums")
     to_running(world, "evicted", "sums")
     bind(world, "evicted", "sums")
@@ -157,7 +157,7 @@ def test_who_is_deactivated_ends_the_trainer_first_and_goes_on_later(world: Worl
     status = world.wait_for_phase("evicted", "sums", "Pending")
     assert (status["reason"], status["message"]) == (
         "Queued",
-        "Kueue evicted it (Deactivated): The workload is deactivated",
+        "Kueue evicted the job (Deactivated): The workload is deactivated",
     )
     until(lambda: condition(workload(world, "evicted", "sums"), "QuotaReserved") == "False", "the quota is back")
     apply(world, "evicted", "other")
@@ -244,7 +244,9 @@ def test_without_kueue_a_job_says_so(kubernetes: ControlPlane, servers: SharedSe
         until(lambda: "free-prepare-0" in world.pods("alone"), "nobody else waits")
 
 
-def test_the_rights_are_those_it_uses(plane: ControlPlane, world: World, operator: Operator) -> None:
+def test_the_operator_uses_all_its_rights_on_kueue_and_no_others(
+    plane: ControlPlane, world: World, operator: Operator
+) -> None:
     """Of Kueue's; `test_operator.py` looks at the others."""
     audit = list(plane.audit())
     assert refused(audit, USER) == set()

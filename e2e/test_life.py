@@ -137,7 +137,7 @@ TAKEN = ORDERS if os.environ.get("E2E_WHOLE") else (ORDERS[SEED % 4], ORDERS[(SE
 
 
 @pytest.mark.parametrize("order", TAKEN, ids=lambda order: order.__name__)
-def test_everything_is_gone_in_a_minute(
+def test_all_objects_of_the_jobs_are_gone_within_a_minute(
     installed: Installed, jobs: dict[str, Job], order: Callable[[Installed, dict[str, Job]], None]
 ) -> None:
     assert left_of(installed.cluster)

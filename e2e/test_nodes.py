@@ -51,7 +51,7 @@ def test_a_drained_node_loses_no_token(installed: Installed, laptop: Path) -> No
 
 
 @pytest.mark.own
-def test_a_node_cut_off_for_a_minute(installed: Installed, laptop: Path) -> None:
+def test_a_node_cut_off_for_a_minute_changes_no_curve(installed: Installed, laptop: Path) -> None:
     job = installed.submit(grpo())
     job.wait_for_step(1, seconds=300)
     trainer = job.pods("trainer")[0]["spec"]["nodeName"]

@@ -50,7 +50,7 @@ def add_secret(cluster: Cluster, name: str, variables: dict[str, str]) -> None:
 
 
 @pytest.mark.ci
-def test_it_trains_to_the_laptops_bits_though_its_trainer_is_lost(
+def test_a_job_trains_to_the_same_bits_though_its_trainer_is_lost(
     installed_with_a_store: Installed, laptop: Path, tmp_path: Path
 ) -> None:
     job = installed_with_a_store.submit(grpo())
@@ -73,7 +73,7 @@ def fetched(installed: Installed, job: Job, folder: Path) -> list[dict[str, Any]
     return curve_of(folder / "run")
 
 
-def test_suspended_it_leaves_nothing_and_goes_on(
+def test_a_suspended_job_leaves_no_pods_and_resumes(
     installed_with_a_store: Installed, laptop: Path, tmp_path: Path
 ) -> None:
     job = installed_with_a_store.submit(grpo())
@@ -88,10 +88,10 @@ def test_suspended_it_leaves_nothing_and_goes_on(
     job.delete()
 
 
-def test_what_is_wrong_with_its_store_is_said(installed_with_a_store: Installed, server: ObjectServer) -> None:
+def test_a_wrong_object_store_is_named_by_why(installed_with_a_store: Installed, server: ObjectServer) -> None:
     for wrong, said in (
         ({"secret": "wrong-keys"}, "spec.storage.uri: the store refuses"),
-        ({"uri": "s3://nobucket/team"}, "spec.storage.uri: there is no such bucket"),
+        ({"uri": "s3://nobucket/team"}, "spec.storage.uri: the bucket does not exist"),
     ):
         job = installed_with_a_store.submit(grpo("wrong", **wrong))
         job.wait("BadConfig", lambda job=job: job.reason() == "BadConfig", seconds=60)  # type: ignore[misc]

@@ -105,7 +105,7 @@ def test_a_job_goes_from_prepare_to_succeeded(world: World, operator: Operator) 
     until(lambda: world.job("life", "sums") is None, "it is deleted when its time is over")
 
 
-def test_what_has_a_name_of_the_jobs_is_its_own_or_left_alone(world: World, operator: Operator) -> None:
+def test_a_foreign_pod_with_the_name_of_a_job_pod_is_named_and_kept(world: World, operator: Operator) -> None:
     """A pod of somebody's is in the way until it is removed; one of ours whose labels were taken away is ours."""
     own = {"containers": [{"name": "mine", "image": "mine"}], "serviceAccountName": names.SERVICE_ACCOUNT}
     labels = names.labels_of("sums", "prepare", 0)
@@ -113,7 +113,7 @@ def test_what_has_a_name_of_the_jobs_is_its_own_or_left_alone(world: World, oper
     mine = world.pods("owners")["sums-prepare-0"].metadata.uid
     world.apply("owners", "sums")
     said = world.wait_for_reason("owners", "sums", "BadConfig")["message"]
-    assert said == "Pod sums-prepare-0 is there already, and is not of this job: remove it"
+    assert said == "Pod sums-prepare-0 already exists and does not belong to this job: remove it"
     assert world.pods("owners")["sums-prepare-0"].metadata.uid == mine
     world.core.delete_namespaced_pod("sums-prepare-0", "owners", grace_period_seconds=0)
     until(lambda: "sums-prepare-0" in world.pods("owners"), "the job goes on")
@@ -166,7 +166,7 @@ def test_a_wrong_job_says_which_field(world: World, operator: Operator) -> None:
     world.ends("wrong", "sums-reward-0", 78, "spec.rewards.sources[0].function: no module no_such")
     status = world.wait_for_reason("wrong", "sums", "BadConfig")
     assert status["phase"] == "Failed"
-    told = "reward-0: spec.rewards.sources[0].function is refused; its words: kubectl rlhf why"
+    told = "reward-0: spec.rewards.sources[0].function is refused; details: kubectl rlhf why"
     assert status["message"] == told
 
 
@@ -194,7 +194,7 @@ def test_a_quota_is_named_and_when_it_is_raised_the_job_goes_on(world: World, op
     until(lambda: world.status("quota", "sums")["reason"] != "QuotaExceeded", "the quota is forgotten")
 
 
-def test_who_refuses_pods_is_quoted(world: World, operator: Operator) -> None:
+def test_the_message_of_a_policy_that_refuses_pods_is_quoted(world: World, operator: Operator) -> None:
     rule = {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}
     selected = {"matchLabels": {"kubernetes.io/metadata.name": "policy"}}
     version, name = "admissionregistration.k8s.io/v1", {"name": "no-pods"}
@@ -228,7 +228,7 @@ def test_who_refuses_pods_is_quoted(world: World, operator: Operator) -> None:
 
 @pytest.mark.skipif(REDIS is None, reason=NO_REDIS)
 @pytest.mark.parametrize("is_away", [False, True], ids=["", "deleted while the operator is away"])
-def test_what_a_job_has_on_servers_goes_with_it(
+def test_streams_and_redis_users_of_a_job_are_removed_with_it(
     world: World, operator: Operator, servers: SharedServers, is_away: bool
 ) -> None:
     """Its streams and its users of Redis; streams that bear no mark are somebody else's."""
@@ -360,7 +360,7 @@ def one_acts(replicas: list[Operator]) -> Operator:
     return until(lambda: next((each for each in replicas if each.acts), None), "one acts", seconds=30)
 
 
-def test_another_acts_soon_after_the_leader_was_killed(
+def test_another_replica_acts_soon_after_the_leader_was_killed(
     world: World, kubernetes: ControlPlane, servers: SharedServers, tmp_path: Path
 ) -> None:
     first, second = replicas = pair(world, kubernetes, servers, tmp_path, "two")

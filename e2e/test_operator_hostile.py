@@ -63,7 +63,7 @@ TAKEN = {
 }
 
 
-def test_what_no_pod_can_be_made_of_has_a_word(world: World, operator: Operator) -> None:
+def test_impossible_pod_settings_give_the_job_a_message(world: World, operator: Operator) -> None:
     for name, options in TAKEN.items():
         world.apply("hostile", name, {"roles": {"prepare": options}})
     end = time.monotonic() + SAYS_SECONDS
@@ -76,7 +76,7 @@ def test_what_no_pod_can_be_made_of_has_a_word(world: World, operator: Operator)
     assert {name: world.status("hostile", name)["reason"] for name in TAKEN} == dict.fromkeys(TAKEN, "BadConfig")
 
 
-def test_gpus_in_any_notation(world: World, operator: Operator) -> None:
+def test_gpus_in_any_notation_are_requested(world: World, operator: Operator) -> None:
     for name, said in {"kilo": "1k", "whole": "1.0", "power": "1e0", "astronomic": "1e99"}.items():
         world.apply("hostile", name, {"roles": {"prepare": gpus(said)}})
         until(lambda name=name: f"{name}-prepare-0" in world.pods("hostile"), f"{said} GPUs are asked for")
@@ -124,7 +124,7 @@ def test_neither_scaling_nor_many_pods_move_operator_or_lease(world: World, oper
     world.jobs.delete_namespaced_custom_object(*place)
 
 
-def test_a_namespace_that_is_gone_is_nobody_elses_business(
+def test_a_deleted_namespace_does_not_stop_the_operator(
     kubernetes: ControlPlane, world: World, operator: Operator
 ) -> None:
     world.core.delete_namespace("lost")

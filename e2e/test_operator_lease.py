@@ -93,7 +93,7 @@ def test_two_replicas_never_both_hold_it(kubernetes: ControlPlane) -> None:
     assert sum(won) > 3 * LIVES, f"it hardly ever changed hands, which shows nothing: {won}"
 
 
-def test_a_lease_that_was_given_back_is_free_at_once(kubernetes: ControlPlane) -> None:
+def test_a_released_lease_is_free_at_once(kubernetes: ControlPlane) -> None:
     async def handed_over() -> tuple[bool, bool, bool]:
         async with Api(KubeAccess()) as api:
             first, second = (Lease(api, "default", "given-back", name) for name in ("a", "b"))
@@ -107,7 +107,7 @@ def test_a_lease_that_was_given_back_is_free_at_once(kubernetes: ControlPlane) -
     assert asyncio.run(handed_over()) == (False, False, True)
 
 
-def test_who_does_not_hold_it_cannot_write(kubernetes: ControlPlane) -> None:
+def test_a_replica_without_the_lease_cannot_write(kubernetes: ControlPlane) -> None:
     """Not even what it had begun: the question is asked before every try."""
     config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "written", "namespace": "default"}}
     time = 0.0

@@ -102,7 +102,7 @@ def test_a_labelled_namespace_runs_jobs_and_one_that_is_not_runs_none(
     until(lambda: "sums-trainer-0" in world.pods("labelled"), "that of before, too")
 
 
-def test_a_namespace_that_goes_takes_nobody_with_it(world: World, operator: Operator) -> None:
+def test_a_deleted_namespace_does_not_affect_others(world: World, operator: Operator) -> None:
     make(world, "going", LABEL)
     until(lambda: operator.metrics().get(UNWATCHED.format("going")) == 0.0, "it is watched")
     world.core.delete_namespace("going")
@@ -130,7 +130,7 @@ def test_a_namespace_that_goes_takes_nobody_with_it(world: World, operator: Oper
         ("patch", "namespaces/bare", "", False),
     ],
 )
-def test_outside_of_them_it_may_next_to_nothing(
+def test_the_operator_has_few_rights_outside_labelled_namespaces(
     kubernetes: ControlPlane, rendered: list[dict[str, Any]], verb: str, what: str, namespace: str, may: bool
 ) -> None:
     assert rendered
@@ -143,7 +143,9 @@ def test_outside_of_them_it_may_next_to_nothing(
     assert answer.status.allowed is may
 
 
-def test_it_cannot_give_itself_another_role(kubernetes: ControlPlane, world: World, operator: Operator) -> None:
+def test_the_operator_cannot_bind_itself_to_another_role(
+    kubernetes: ControlPlane, world: World, operator: Operator
+) -> None:
     """Rights to make bindings are none to be more than what it is bound to."""
     make(world, "coveted", {})
     body = {

@@ -148,7 +148,7 @@ def test_status_shows_the_tree(plane: ControlPlane, rlhf: Rlhf) -> None:
     assert "tree  Running" in rlhf("status"), "without a name: every job"
 
 
-def test_why_a_job_is_pending(plane: ControlPlane, rlhf: Rlhf) -> None:
+def test_why_explains_a_pending_job(plane: ControlPlane, rlhf: Rlhf) -> None:
     message = "pending-generator-0: 0/2 nodes are available: 2 Insufficient nvidia.com/gpu."
     status = {"phase": "Starting", "reason": "Unschedulable", "message": message,
               "roles": {"generator": {"wanted": 1, "ready": 0}},
@@ -165,7 +165,7 @@ def test_why_a_job_is_pending(plane: ControlPlane, rlhf: Rlhf) -> None:
     assert any("FailedScheduling: Insufficient nvidia.com/gpu" in line for line in said)
 
 
-def test_why_a_job_failed(plane: ControlPlane, rlhf: Rlhf) -> None:
+def test_why_explains_a_failed_job(plane: ControlPlane, rlhf: Rlhf) -> None:
     message = "trainer-0: 6 failures since step 3, the last: CUDA out of memory"
     status = {"phase": "Failed", "reason": "CrashLoop", "message": message,
               "conditions": [healthy("False", "CrashLoop", message)]}  # fmt: skip
@@ -188,24 +188,24 @@ def test_what_a_pod_says_never_acts_upon_the_terminal(plane: ControlPlane, rlhf:
         assert not set(said) & set("\x1b\x07\r\u202e")
 
 
-def test_why_of_jobs_that_are_well_or_unseen(plane: ControlPlane, rlhf: Rlhf) -> None:
+def test_why_describes_healthy_and_unseen_jobs(plane: ControlPlane, rlhf: Rlhf) -> None:
     make_job(plane, "unseen")
     assert "is one running, and does it watch this namespace?" in rlhf("why", "unseen")
     make_job(plane, "well", {"phase": "Running", "progress": {"shown": "1/2"}, "conditions": [healthy("True", "x")]})
     make_pod(plane, "well", "trainer", status=running(ready=False))  # it starts, and its probe fails until it has
     warn(plane, "Pod", "well-trainer-0", "Unhealthy", "Startup probe failed: connection refused")
     warn(plane, "RLHFJob", "well", "Evicted", "an older job of this name", uid="0")
-    assert rlhf("why", "well") == "well is Running, step 1/2; nothing speaks against it\n"
+    assert rlhf("why", "well") == "well is Running, step 1/2; no problem is known\n"
     make_job(plane, "asleep", {"phase": "Suspended", "conditions": [healthy("True", "x")]}, suspend=True)
-    assert "`kubectl rlhf resume` goes on" in rlhf("why", "asleep")
+    assert "`kubectl rlhf resume` continues it" in rlhf("why", "asleep")
 
 
 def test_suspend_and_resume(plane: ControlPlane, rlhf: Rlhf) -> None:
     make_job(plane, "paused")
-    assert "writes a checkpoint and frees everything" in rlhf("suspend", "paused")
+    assert "writes a checkpoint and deletes its pods" in rlhf("suspend", "paused")
     assert plane.get("-n", "rl", "rlhf", "paused")["spec"]["suspend"] is True
-    assert "true already" in rlhf("suspend", "paused")
-    assert "goes on from its checkpoint" in rlhf("resume", "paused")
+    assert "suspend is already true" in rlhf("suspend", "paused")
+    assert "continues from its checkpoint" in rlhf("resume", "paused")
     assert plane.get("-n", "rl", "rlhf", "paused")["spec"]["suspend"] is False
     make_job(plane, "over", {"phase": "Succeeded"})
     assert "nothing to suspend" in rlhf("suspend", "over")
@@ -254,19 +254,21 @@ def test_drain_respects_a_disruption_budget_and_its_time(plane: ControlPlane, rl
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (["status", "knwn"], 2, "no such job in namespace rl; did you mean known?"),
-        (["why", "nothing-like-it"], 2, "there are "),
-        (["drain", "known"], 2, "name a worker, such as generator-1, or a --node"),
+        (["status", "knwn"], 2, "does not exist in namespace rl; did you mean known?"),
+        (["why", "nothing-like-it"], 2, "; existing jobs: "),
+        (["drain", "known"], 2, "needs either a worker, such as generator-1, or --node"),
         (["drain", "known", "generator-7"], 2, "no such worker of known is running"),
         (["drain", "known", "--node", "node9"], 2, "its nodes: node1"),
-        (["top", "known"], 2, "its control does not run: the job is Running"),
-        (["view", "known"], 2, "its control does not run"),
-        (["get-run", "unseen"], 2, "it has not begun"),
+        (["top", "known"], 2, "its control pod is not running: the job is Running"),
+        (["view", "known"], 2, "its control pod is not running"),
+        (["get-run", "unseen"], 2, "it has not started"),
         (["status", "--context", "no-such"], 2, "kubeconfig: cannot be used"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_what_cannot_be_is_one_line(rlhf: Rlhf, plane: ControlPlane, words: list[str], code: int, says: str) -> None:
+def test_wrong_arguments_are_refused_in_one_line(
+    rlhf: Rlhf, plane: ControlPlane, words: list[str], code: int, says: str
+) -> None:
     make_job(plane, "known", {"phase": "Running"})
     make_pod(plane, "known", "generator", status=running())
     make_job(plane, "unseen")
@@ -275,7 +277,7 @@ def test_what_cannot_be_is_one_line(rlhf: Rlhf, plane: ControlPlane, words: list
     assert said.count("\n") == 1
 
 
-def test_a_cluster_that_does_not_answer_or_knows_nothing(plane: ControlPlane, rlhf: Rlhf) -> None:
+def test_an_unreachable_or_forbidden_cluster_is_reported(plane: ControlPlane, rlhf: Rlhf) -> None:
     away = str(plane.folder / "away.kubeconfig")
     with open(plane.kubeconfig) as good, open(away, "w") as bad:
         bad.write(good.read().replace(plane.server, "https://127.0.0.1:1"))

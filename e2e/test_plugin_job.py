@@ -31,13 +31,13 @@ def rlhf(installed: Installed) -> Rlhf:
     return installed.rlhf
 
 
-def test_status_and_why(job: Job, rlhf: Rlhf) -> None:
+def test_status_and_why_describe_a_running_job(job: Job, rlhf: Rlhf) -> None:
     said = rlhf("status", "asked")
     assert "asked  Running" in said
     assert "/200  reward 0." in said
     for role in ("control", "prompts", "generator", "reward", "reference", "trainer"):
         assert f"{role}  1/1 ready" in said
-    assert rlhf("why", "asked").splitlines()[0].endswith("nothing speaks against it")
+    assert rlhf("why", "asked").splitlines()[0].endswith("no problem is known")
 
 
 def test_top_has_the_generators_speed(installed: Installed, job: Job, rlhf: Rlhf) -> None:
@@ -63,7 +63,7 @@ def test_logs_tell_a_samples_life(job: Job, rlhf: Rlhf) -> None:
     assert "the run is open" in rlhf("logs", "asked", "--role", "control")
 
 
-def test_suspend_and_the_folder_as_it_is(job: Job, rlhf: Rlhf, tmp_path: Path) -> None:
+def test_get_run_copies_the_folder_of_a_suspended_job(job: Job, rlhf: Rlhf, tmp_path: Path) -> None:
     """Of a job without pods: through one that is made for it."""
     rlhf("suspend", "asked")
     job.wait_for_phase("Suspended", seconds=200)
@@ -76,7 +76,7 @@ def test_suspend_and_the_folder_as_it_is(job: Job, rlhf: Rlhf, tmp_path: Path) -
     assert "get-run" not in job.kubectl("get", "pods", "-n", NAMESPACE, "-o", "name"), "the pod that read it is gone"
 
 
-def test_it_goes_on_with_a_template_that_was_changed_while_it_was_suspended(job: Job, rlhf: Rlhf) -> None:
+def test_a_resumed_job_uses_the_changed_pod_template(job: Job, rlhf: Rlhf) -> None:
     step = job.status["progress"]["step"]
     template = {"metadata": {"labels": {"team": "other"}}, "spec": {"tolerations": [{"operator": "Exists"}]}}
     change = json.dumps({"spec": {"podTemplate": template}})

@@ -129,7 +129,7 @@ def test_logs_of_a_job_that_is_over_end(kubernetes: Kubernetes, cluster: Cluster
     has_status(kubernetes, {"phase": "Running"})
 
 
-def test_as_a_plugin_of_kubectl(kubernetes: Kubernetes, job: str, tmp_path: Path) -> None:
+def test_kubectl_runs_the_plugin(kubernetes: Kubernetes, job: str, tmp_path: Path) -> None:
     plugin = tmp_path / "kubectl-rlhf"
     plugin.write_text(f'#!/bin/sh\nexec {sys.executable} -m rlhfspec.plugin.main "$@"\n')
     plugin.chmod(0o755)

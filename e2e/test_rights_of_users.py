@@ -114,7 +114,9 @@ ATTACKS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("space", SPACES)
-def test_no_secret_no_account_and_no_node(world: World, hers: client.CustomObjectsApi, space: str) -> None:
+def test_a_job_gives_its_user_no_secret_account_or_node(
+    world: World, hers: client.CustomObjectsApi, space: str
+) -> None:
     place = (names.GROUP, names.VERSION, space, names.PLURAL)
     for name, (spec, _) in ATTACKS.items():
         job = example(name)
@@ -160,7 +162,9 @@ def test_a_secret_with_the_label_is_for_jobs(world: World, hers: client.CustomOb
     world.core.patch_namespaced_secret("another", space, {"metadata": {"labels": dict.fromkeys(LABEL)}})
 
 
-def test_the_operator_reads_no_secret_by_that(kubernetes: ControlPlane, world: World, tmp_path: Path) -> None:
+def test_the_operator_checks_the_label_of_a_secret_without_reading_it(
+    kubernetes: ControlPlane, world: World, tmp_path: Path
+) -> None:
     verbs = {
         (entry["verb"], entry["responseStatus"]["code"])
         for entry in kubernetes.audit()

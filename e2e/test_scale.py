@@ -75,7 +75,9 @@ def world(kubernetes: ControlPlane) -> World:
 
 
 @pytest.mark.timeout(2400)
-def test_many_jobs(kubernetes: ControlPlane, world: World, tmp_path: Path) -> None:
+def test_an_operator_handles_many_jobs_and_another_takes_over(
+    kubernetes: ControlPlane, world: World, tmp_path: Path
+) -> None:
     with tempfile.TemporaryDirectory() as folder, SharedServers(Path(folder)) as servers:
         kubeconfig = grant(kubernetes, ("many",))
         for name in ("a", "b"):

@@ -75,12 +75,13 @@ def test_weights_come_by_a_group_and_by_the_store_where_a_generator_was_killed(
     stores = on_the_laptop(by_store, tmp_path, "--processes")
     run = installed.submit(sums(steps, trainer=RANKS, generator={"workers": 2, "weights": "group"}))
     run.wait_for_phase("Running", seconds=400)
-    run.wait("a version goes to both by the group", lambda: said(run, "trainer-0", "to 2 by group") > 0, seconds=400)
+    to_both = "to 2 generators by group"
+    run.wait("a version goes to both by the group", lambda: said(run, "trainer-0", to_both) > 0, seconds=400)
     before = uids(run)
     os.kill(process_of(run, "generator", 0), signal.SIGKILL)
     run.wait("it is there again", lambda: are_ready(run, {GENERATOR}, before), seconds=400)
-    sent = said(run, "trainer-0", "to 2 by group")
-    run.wait("both are in again", lambda: said(run, "trainer-0", "to 2 by group") > sent, seconds=400)
+    sent = said(run, "trainer-0", to_both)
+    run.wait("both are in again", lambda: said(run, "trainer-0", to_both) > sent, seconds=400)
     # Logs are read while the generators run: their pods go when the job ends.
     by_group = "weights came by the group"
     run.wait("the one in its second life says so", lambda: said(run, "generator-0", by_group) > 0, seconds=60)
@@ -139,7 +140,7 @@ def struck(run: Job, role: str, which: int, pause: float) -> None:
         # The first process says of the others how they ended, in words, which a status does not show.
         worker, named = (
             "generator-0",
-            "ended with exit code 1; its words: kubectl rlhf why" if which else "killed by SIGKILL",
+            "ended with exit code 1; details: kubectl rlhf why" if which else "killed by SIGKILL",
         )
     run.wait(f"{named} is named", lambda: named in last_words(run, worker), seconds=60)
     of_the_set = set(TRAINERS if role == "trainer" else (GENERATOR,))

@@ -87,7 +87,7 @@ def test_a_reward_function_writes_its_run_folder_alone(installed: Installed, job
     assert {path for path, content in contents(installed.storage).items() if content.endswith(b"raided")} == set()
 
 
-def test_no_other_pod_writes_more(installed: Installed, job: Job) -> None:
+def test_no_pod_can_write_outside_its_part_of_the_storage(installed: Installed, job: Job) -> None:
     before = contents(installed.storage)
     program = f"{inspect.getsource(raid)}\nimport json; print(json.dumps(raid()))"
     asked = set()

@@ -71,7 +71,7 @@ def ends_badly(pod: dict[str, Any]) -> Patches:
 
 
 @pytest.mark.parametrize("sidecar", [never_ends, ends_badly], ids=["classic", "native"])
-def test_a_sidecar_in_every_pod(
+def test_a_job_trains_with_a_sidecar_in_every_pod(
     cluster: Cluster, submit: Callable[..., Job], laptop: Path, sidecar: Callable[[dict[str, Any]], Patches]
 ) -> None:
     name = sidecar.__name__.replace("_", "-")
@@ -91,7 +91,7 @@ def test_a_sidecar_in_every_pod(
 # --- room -----------------------------------------------------------------------------------------------------------
 
 
-def test_limits_of_the_namespace_and_a_quota_that_is_raised(
+def test_a_job_trains_within_limits_once_the_quota_is_raised(
     cluster: Cluster, submit: Callable[..., Job], laptop: Path
 ) -> None:
     """Defaults for what says nothing, as much as is allowed; and two pods fewer than the job needs."""
@@ -112,7 +112,7 @@ def test_limits_of_the_namespace_and_a_quota_that_is_raised(
         cluster.kubectl("delete", "limitrange/limits", "resourcequota/few", "-n", NAMESPACE)
 
 
-def test_nodes_without_room_until_it_asks_for_less(submit: Callable[..., Job], laptop: Path) -> None:
+def test_a_job_trains_once_it_requests_less_than_a_node_has(submit: Callable[..., Job], laptop: Path) -> None:
     """As the condition tells its user to do."""
     job = submit(roles={"reward": {"resources": {"requests": {"cpu": "1000"}}}})
     job.wait("it says so", lambda: job.reason() == "Unschedulable", seconds=120)
@@ -124,7 +124,7 @@ def test_nodes_without_room_until_it_asks_for_less(submit: Callable[..., Job], l
     trains(job, laptop)
 
 
-def test_no_node_takes_pods_for_a_while(cluster: Cluster, submit: Callable[..., Job], laptop: Path) -> None:
+def test_a_job_trains_once_nodes_take_pods_again(cluster: Cluster, submit: Callable[..., Job], laptop: Path) -> None:
     for node in cluster.nodes:
         cluster.kubectl("cordon", node.name)
     job = submit()
@@ -137,7 +137,7 @@ def test_no_node_takes_pods_for_a_while(cluster: Cluster, submit: Callable[..., 
 # --- what runs the cluster, and the release -------------------------------------------------------------------------
 
 
-def test_api_server_and_etcd_and_the_release_in_mid_job(
+def test_a_job_survives_restarts_of_api_server_etcd_and_release(
     cluster: Cluster, installed: Installed, submit: Callable[..., Job], laptop: Path
 ) -> None:
     """The API server is away, comes back, and knows no more what was before; an upgrade, which is taken back."""
@@ -157,7 +157,7 @@ def test_api_server_and_etcd_and_the_release_in_mid_job(
     assert (job.status["run"]["number"], job.status["restarts"]["total"]) == (1, 0)
 
 
-def test_nats_that_lost_its_volume(cluster: Cluster, submit: Callable[..., Job], laptop: Path) -> None:
+def test_a_job_survives_a_nats_that_lost_its_volume(cluster: Cluster, submit: Callable[..., Job], laptop: Path) -> None:
     """It says so, and goes on from its checkpoint, by itself or by a new restart.id."""
     job = submit()
     job.wait_for_step(3, seconds=300)

@@ -43,7 +43,7 @@ def have_flash(patch: pytest.MonkeyPatch, attention: Any = played, *, least_rows
     patch.setenv("RLHFSPEC_KEPT", "")  # what was proved has another
     patch.setattr(flash, "has_flash", lambda device: True)
     patch.setattr(flash, "varlen_attn", attention)
-    patch.setattr(flash, "_DTYPES", (torch.float32, torch.bfloat16))
+    patch.setattr(flash, "_FLASH_DTYPES", (torch.float32, torch.bfloat16))
     patch.setattr(flash, "_HEAD_UNIT", 1)
     if least_rows is not None:
         patch.setattr(runner, "LEAST_ROWS", least_rows)

@@ -78,7 +78,7 @@ class Watched:
     ) -> None:
         """Hand a sample over. It stood still before; the destination reports at once."""
         self._tracers[worker].ended(place(worker), Prompt, PROMPT.id, "moved", left._replace(at=self.now - pause))
-        self.tells(worker, to, "kept", id="sums/move/late", pause=0.0, reason="it is not here")
+        self.tells(worker, to, "kept", id="sums/move/late", pause=0.0, reason="it is not at this generator")
         self.tells(worker, to, how, pause=pause, reason=reason)
 
     def tells(self, worker: int, to: int, how: MoveOutcome, *, pause: float, reason: str = "", id: str = "") -> None:

@@ -49,7 +49,7 @@ STATUSES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_whatever_stands_in_a_status_has_an_answer(tenant: Tenant) -> None:
+def test_any_status_written_by_a_tenant_is_answered(tenant: Tenant) -> None:
     """The job says that something is wrong, or is over, or goes on with the pod of the run that its status says."""
     for number, what in enumerate(STATUSES):
         job = f"told-{number}"
@@ -69,14 +69,14 @@ def is_answered(tenant: Tenant, job: str) -> bool:
     return bool(goes_on or (says and says.isprintable()))
 
 
-def test_a_status_that_is_written_a_hundred_times(tenant: Tenant, job: str) -> None:
+def test_a_status_overwritten_a_hundred_times_is_corrected(tenant: Tenant, job: str) -> None:
     tenant.begun(job)
     for number in range(100):
         tenant.write_status(job, {"message": f"hers {number}"})
     until(lambda: "hers" not in tenant.status(HOSTILE, job)["message"], "the operator has the last word")
 
 
-def test_suspended_and_resumed_fifty_times_a_second(tenant: Tenant, job: str) -> None:
+def test_suspending_and_resuming_fifty_times_a_second_does_no_harm(tenant: Tenant, job: str) -> None:
     tenant.begun(job)
     for number in range(100):
         tenant.change(job, spec={"suspend": number % 2 == 0})
@@ -84,7 +84,7 @@ def test_suspended_and_resumed_fifty_times_a_second(tenant: Tenant, job: str) ->
     assert tenant.status(HOSTILE, job)["run"]["number"] < 60
 
 
-def test_another_restart_id_a_hundred_times(tenant: Tenant, job: str) -> None:
+def test_after_a_hundred_restart_ids_the_last_one_counts(tenant: Tenant, job: str) -> None:
     tenant.begun(job)
     for number in range(100):
         tenant.change(job, spec={"restart": {"id": str(number)}})
@@ -92,7 +92,7 @@ def test_another_restart_id_a_hundred_times(tenant: Tenant, job: str) -> None:
     until(lambda: owner_of(tenant.pod(job)), "it goes on")
 
 
-def test_made_again_under_its_name_twenty_times(tenant: Tenant, job: str) -> None:
+def test_a_job_recreated_twenty_times_leaves_no_old_pods(tenant: Tenant, job: str) -> None:
     for _ in range(20):
         uid = tenant.make(job)
         tenant.delete(job)
@@ -104,7 +104,9 @@ def test_made_again_under_its_name_twenty_times(tenant: Tenant, job: str) -> Non
 
 
 @pytest.mark.parametrize("how", ["Background", "Foreground"])
-def test_deleted_with_a_finalizer_of_hers(tenant: Tenant, operator: Operator, job: str, how: str) -> None:
+def test_a_deleted_job_with_a_foreign_finalizer_loses_its_pods(
+    tenant: Tenant, operator: Operator, job: str, how: str
+) -> None:
     """It is she who holds it; its pods go."""
     tenant.begun(job)
     tenant.change(job, metadata={"finalizers": [FOREIGN]})
@@ -119,7 +121,9 @@ def test_deleted_with_a_finalizer_of_hers(tenant: Tenant, operator: Operator, jo
 
 
 @pytest.mark.parametrize(("hard", "word"), [({"pods": "0"}, "pods"), ({"count/secrets": "0"}, "count/secrets")])
-def test_a_quota_of_nothing(tenant: Tenant, job: str, hard: dict[str, str], word: str) -> None:
+def test_a_quota_of_nothing_is_reported_until_it_is_removed(
+    tenant: Tenant, job: str, hard: dict[str, str], word: str
+) -> None:
     tenant.core.create_namespaced_resource_quota(HOSTILE, {"metadata": {"name": "none"}, "spec": {"hard": hard}})
     until(lambda: tenant.core.read_namespaced_resource_quota("none", HOSTILE).status.hard, "the quota is counted")
     tenant.make(job)
@@ -128,7 +132,7 @@ def test_a_quota_of_nothing(tenant: Tenant, job: str, hard: dict[str, str], word
     until(lambda: owner_of(tenant.pod(job)), "it goes on")
 
 
-def test_a_limit_that_nothing_fits(tenant: Tenant, job: str) -> None:
+def test_a_limit_range_that_refuses_the_pod_is_reported(tenant: Tenant, job: str) -> None:
     limit = {"type": "Container", "max": {"memory": "1Mi"}}
     tenant.core.create_namespaced_limit_range(HOSTILE, {"metadata": {"name": "tiny"}, "spec": {"limits": [limit]}})
     tenant.make(job, roles={"prepare": {"resources": {"limits": {"memory": "1Gi"}}}})
@@ -137,7 +141,7 @@ def test_a_limit_that_nothing_fits(tenant: Tenant, job: str) -> None:
     until(lambda: owner_of(tenant.pod(job)), "it goes on")
 
 
-def test_without_the_service_account(tenant: Tenant, job: str) -> None:
+def test_a_missing_service_account_is_reported(tenant: Tenant, job: str) -> None:
     tenant.core.delete_namespaced_service_account(names.SERVICE_ACCOUNT, HOSTILE)
     tenant.make(job)
     tenant.says(job, "PodRefused", word=names.SERVICE_ACCOUNT)
@@ -146,7 +150,7 @@ def test_without_the_service_account(tenant: Tenant, job: str) -> None:
 
 
 @pytest.mark.parametrize("namespace", DOOMED)
-def test_the_namespace_deleted_with_jobs_of_every_phase(tenant: Tenant, world: World, namespace: str) -> None:
+def test_a_namespace_deleted_with_jobs_of_every_phase_is_removed(tenant: Tenant, world: World, namespace: str) -> None:
     tenant.apply(namespace, "sleeps", {"suspend": True})
     for name in ("waits", "works", "done", "fails"):
         tenant.apply(namespace, name)
@@ -164,7 +168,7 @@ def test_the_namespace_deleted_with_jobs_of_every_phase(tenant: Tenant, world: W
     until(lambda: namespace not in spaces(), f"{namespace} is gone", seconds=GONE_SECONDS)
 
 
-def test_events_that_tell_of_calms_pods(tenant: Tenant, world: World, job: str) -> None:
+def test_events_about_pods_of_another_namespace_are_ignored(tenant: Tenant, world: World, job: str) -> None:
     """Of uids that she would have to know."""
     tenant.begun(job)
     calms = [pod.metadata for pod in world.pods(CALM).values()]

@@ -36,7 +36,7 @@ NAMES: dict[str, tuple[str, Callable[[str, str], str]]] = {
 
 
 @pytest.mark.parametrize("what", NAMES)
-def test_what_has_our_name_stays_hers_and_is_named(tenant: Tenant, job: str, what: str) -> None:
+def test_a_foreign_object_with_our_name_is_kept_and_named(tenant: Tenant, job: str, what: str) -> None:
     kind, name_of = NAMES[what]
     name = name_of(job, tenant.make(job, suspend=True))
     tenant.wait_for_phase(HOSTILE, job, "Suspended")
@@ -50,7 +50,7 @@ def test_what_has_our_name_stays_hers_and_is_named(tenant: Tenant, job: str, wha
 
 
 @pytest.mark.parametrize("what", NAMES)
-def test_what_has_our_name_stays_hers_when_the_job_goes(tenant: Tenant, job: str, what: str) -> None:
+def test_a_foreign_object_with_our_name_survives_the_job(tenant: Tenant, job: str, what: str) -> None:
     kind, name_of = NAMES[what]
     name = name_of(job, tenant.make(job, suspend=True))
     made = getattr(tenant.core, f"create_namespaced_{kind}")(HOSTILE, body_of(kind, name))
@@ -63,7 +63,7 @@ def test_what_has_our_name_stays_hers_when_the_job_goes(tenant: Tenant, job: str
     getattr(tenant.core, f"delete_namespaced_{kind}")(name, HOSTILE, grace_period_seconds=0)
 
 
-def test_a_pod_of_hers_where_a_stage_would_be(tenant: Tenant, job: str) -> None:
+def test_a_foreign_pod_in_place_of_a_stage_is_named_until_removed(tenant: Tenant, job: str) -> None:
     tenant.begun(job)
     name = names.pod_name(job, "reward", 0)
     tenant.core.create_namespaced_pod(HOSTILE, body_of("pod", name))
@@ -73,7 +73,7 @@ def test_a_pod_of_hers_where_a_stage_would_be(tenant: Tenant, job: str) -> None:
     until(lambda: owner_of(tenant.pod(job, "reward")), "it goes on")
 
 
-def test_what_an_orphaned_job_left_is_in_the_way_and_named(tenant: Tenant, job: str) -> None:
+def test_the_pod_of_an_orphaned_job_is_named_as_in_the_way(tenant: Tenant, job: str) -> None:
     tenant.begun(job)
     tenant.delete(job, "Orphan")
     until(lambda: tenant.is_gone(job), "it is gone")
@@ -104,7 +104,7 @@ def test_a_pod_that_says_it_completed_is_not_believed(world: World, tenant: Tena
     tenant.kubernetes.kubectl("delete", "pod", "-n", HOSTILE, f"{job}-fake", "--ignore-not-found", "--now")
 
 
-def test_a_pod_with_all_that_the_jobs_trainer_has_is_not_believed_and_goes(tenant: Tenant, job: str) -> None:
+def test_a_forged_trainer_pod_is_not_believed_and_is_replaced(tenant: Tenant, job: str) -> None:
     uid, name = tenant.begun(job), names.pod_name(job, "trainer", 0)
     labels = names.labels_of(job, "trainer", 0) | {names.RUN: tenant.status(HOSTILE, job)["run"]["uid"]}
     forged = tenant.fake(name, labels, owner(job, uid), account=names.SERVICE_ACCOUNT).metadata.uid
@@ -115,7 +115,7 @@ def test_a_pod_with_all_that_the_jobs_trainer_has_is_not_believed_and_goes(tenan
 
 
 @pytest.mark.parametrize("label", [names.RUN, names.MANAGED_BY])
-def test_labels_that_she_takes_away_are_put_back_or_missed(tenant: Tenant, job: str, label: str) -> None:
+def test_removed_labels_are_restored_or_the_pod_is_replaced(tenant: Tenant, job: str, label: str) -> None:
     """The pod has them again, or another is made."""
     tenant.begun(job)
     before = tenant.pod(job).metadata
@@ -129,7 +129,7 @@ def test_labels_that_she_takes_away_are_put_back_or_missed(tenant: Tenant, job: 
 
 
 @pytest.mark.parametrize("label", [names.JOB, names.ROLE, names.WORKER])
-def test_whose_a_pod_is_its_owner_and_name_say(tenant: Tenant, job: str, label: str) -> None:
+def test_owner_and_name_identify_a_pod_whatever_its_labels(tenant: Tenant, job: str, label: str) -> None:
     tenant.begun(job)
     name = names.pod_name(job, names.PREPARE, 0)
     tenant.core.patch_namespaced_pod(name, HOSTILE, {"metadata": {"labels": {label: "another"}}})
@@ -137,7 +137,7 @@ def test_whose_a_pod_is_its_owner_and_name_say(tenant: Tenant, job: str, label: 
     tenant.wait_for_phase(HOSTILE, job, "Starting")
 
 
-def test_a_pod_that_is_the_jobs_no_more_is_in_its_way(tenant: Tenant, job: str) -> None:
+def test_a_pod_without_its_owner_is_named_as_in_the_way(tenant: Tenant, job: str) -> None:
     tenant.begun(job)
     name = names.pod_name(job, names.PREPARE, 0)
     tenant.core.patch_namespaced_pod(name, HOSTILE, {"metadata": {"ownerReferences": None}})
@@ -156,14 +156,16 @@ def test_pods_that_she_deletes_are_made_again(tenant: Tenant, job: str) -> None:
 
 
 @pytest.mark.parametrize("phase", ["Failed", "Succeeded"])
-def test_a_pod_that_she_says_has_ended(tenant: Tenant, job: str, phase: str) -> None:
+def test_a_pod_status_written_by_a_tenant_is_reported(tenant: Tenant, job: str, phase: str) -> None:
     """Without a word of how."""
     tenant.running(job)
     tenant.core.patch_namespaced_pod_status(names.pod_name(job, "reward", 0), HOSTILE, {"status": {"phase": phase}})
     tenant.says(job, "PodsNotReady", "Evicted", "CrashLoop", word="reward-0")
 
 
-def test_a_finalizer_on_a_pod_of_a_job_that_is_deleted(tenant: Tenant, operator: Operator, job: str) -> None:
+def test_a_finalizer_on_a_pod_of_a_deleted_job_causes_no_busy_loop(
+    tenant: Tenant, operator: Operator, job: str
+) -> None:
     """It stays as long as she likes, and the operator does not run in circles."""
     tenant.begun(job)
     name = names.pod_name(job, names.PREPARE, 0)
@@ -178,7 +180,7 @@ def test_a_finalizer_on_a_pod_of_a_job_that_is_deleted(tenant: Tenant, operator:
     until(lambda: tenant.is_gone(job) and name not in tenant.pods(HOSTILE), "all is gone")
 
 
-def test_a_crowd_of_pods_with_our_labels(tenant: Tenant, job: str) -> None:
+def test_a_crowd_of_pods_with_our_labels_does_not_affect_the_job(tenant: Tenant, job: str) -> None:
     tenant.begun(job)
     for number in range(100):
         labels = names.labels_of(job, "generator", number) | {names.RUN: "3a9d33b1"}

@@ -66,7 +66,7 @@ def report(tenant: Tenant, **fields: Any) -> bytes:
     return json.dumps({"run": run, **fields}).encode()
 
 
-def test_her_controls_token_is_good_for_its_own_job_alone(tenant: Tenant, endpoint: Endpoint, token: str) -> None:
+def test_the_token_of_a_control_is_valid_only_for_its_own_job(tenant: Tenant, endpoint: Endpoint, token: str) -> None:
     body = report(tenant, step=1)
     assert endpoint.post(CALM, "works", token, body) == 403
     assert endpoint.post(HOSTILE, "another", token, body) == 404
@@ -74,14 +74,14 @@ def test_her_controls_token_is_good_for_its_own_job_alone(tenant: Tenant, endpoi
     until(lambda: endpoint.post(HOSTILE, REPORTER, token, body) == 204, "her own is taken")
 
 
-def test_a_token_of_calm_is_not_hers_to_have(tenant: Tenant) -> None:
+def test_a_tenant_cannot_create_a_token_of_another_namespace(tenant: Tenant) -> None:
     asked = {"spec": {"audiences": [names.AUDIENCE]}}
     with pytest.raises(client.ApiException) as refused:
         tenant.core.create_namespaced_service_account_token(names.SERVICE_ACCOUNT, CALM, asked)
     assert refused.value.status == 403
 
 
-def test_a_pod_of_hers_with_all_that_a_control_has_but_the_service_account(
+def test_a_forged_control_without_the_service_account_is_refused(
     tenant: Tenant, endpoint: Endpoint, reporter: str
 ) -> None:
     labels = names.labels_of(REPORTER, names.CONTROL, 0) | {names.RUN: tenant.status(HOSTILE, REPORTER)["run"]["uid"]}
@@ -93,7 +93,7 @@ def test_a_pod_of_hers_with_all_that_a_control_has_but_the_service_account(
     tenant.core.delete_namespaced_pod("fake-control", HOSTILE, grace_period_seconds=0)
 
 
-def test_a_pod_of_hers_with_all_that_a_control_has(tenant: Tenant, endpoint: Endpoint) -> None:
+def test_a_forged_control_with_the_service_account_is_refused(tenant: Tenant, endpoint: Endpoint) -> None:
     """In the place of a control that is not made yet."""
     uid, name = tenant.begun("early"), names.pod_name("early", names.CONTROL, 0)
     run = tenant.status(HOSTILE, "early")["run"]["uid"]
@@ -106,19 +106,21 @@ def test_a_pod_of_hers_with_all_that_a_control_has(tenant: Tenant, endpoint: End
 
 
 @pytest.mark.parametrize("audience", ["https://kubernetes.default.svc.cluster.local", "another"])
-def test_a_token_for_somebody_else(tenant: Tenant, endpoint: Endpoint, reporter: str, audience: str) -> None:
+def test_a_token_for_another_audience_is_refused(
+    tenant: Tenant, endpoint: Endpoint, reporter: str, audience: str
+) -> None:
     foreign = token_of(tenant, HOSTILE, f"{REPORTER}-control-0", audience)
     assert endpoint.post(HOSTILE, REPORTER, foreign, report(tenant)) == 401
 
 
-def test_a_token_that_no_pod_has(tenant: Tenant, endpoint: Endpoint, reporter: str) -> None:
+def test_a_token_that_is_bound_to_no_pod_is_refused(tenant: Tenant, endpoint: Endpoint, reporter: str) -> None:
     asked = {"spec": {"audiences": [names.AUDIENCE]}}
     unbound = tenant.core.create_namespaced_service_account_token(names.SERVICE_ACCOUNT, HOSTILE, asked).status.token
     assert endpoint.post(HOSTILE, REPORTER, unbound, report(tenant)) in (401, 403)
 
 
 @pytest.mark.parametrize("how", ["longer", "calm's", "unsigned"])
-def test_a_token_that_she_has_changed(tenant: Tenant, endpoint: Endpoint, token: str, how: str) -> None:
+def test_an_altered_token_is_refused(tenant: Tenant, endpoint: Endpoint, token: str, how: str) -> None:
     head, claims, signature = token.split(".")
     said = json.loads(base64.urlsafe_b64decode(claims + "=="))
     if how == "longer":
@@ -145,7 +147,7 @@ ABSURD: dict[str, dict[str, Any]] = {
 }
 
 
-def test_an_absurd_report_is_refused_or_goes_into_words(tenant: Tenant, endpoint: Endpoint, token: str) -> None:
+def test_an_absurd_report_is_refused_or_does_no_harm(tenant: Tenant, endpoint: Endpoint, token: str) -> None:
     """Or harms nobody: the job's status can still be written, as the next report shows."""
     for fields in ABSURD.values():
         _is_refused_or_goes_into_words(tenant, endpoint, token, fields)
@@ -165,7 +167,9 @@ def _is_refused_or_goes_into_words(tenant: Tenant, endpoint: Endpoint, token: st
     )
 
 
-def test_a_flood_of_reports(tenant: Tenant, world: World, endpoint: Endpoint, token: str) -> None:
+def test_a_flood_of_reports_does_not_block_another_job(
+    tenant: Tenant, world: World, endpoint: Endpoint, token: str
+) -> None:
     """Of hers, and of tokens that nobody has; calm's control is heard all the same."""
     calms, body = token_of(world, CALM, "works-control-0"), report(tenant, step=1)
     run = world.status(CALM, "works")["run"]["uid"]
@@ -180,7 +184,7 @@ def test_a_flood_of_reports(tenant: Tenant, world: World, endpoint: Endpoint, to
     assert counted[204] < 60
 
 
-def test_many_who_connect_and_say_nothing(world: World, endpoint: Endpoint) -> None:
+def test_many_silent_connections_do_not_block_reports(world: World, endpoint: Endpoint) -> None:
     silent = [socket.create_connection(("127.0.0.1", endpoint.port)) for _ in range(300)]
     calms, run = token_of(world, CALM, "works-control-0"), world.status(CALM, "works")["run"]["uid"]
     heard = Report(run=run).model_dump_json().encode()

@@ -10,7 +10,9 @@ from tenant import Tenant
 UNWATCHED = 'rlhfspec_operator_namespace_unwatched{{job_namespace="{}"}}'
 
 
-def test_without_the_operators_role(kubernetes: ControlPlane, tenant: Tenant, operator: Operator) -> None:
+def test_a_namespace_without_the_role_of_the_operator_is_not_served(
+    kubernetes: ControlPlane, tenant: Tenant, operator: Operator
+) -> None:
     """She may delete it: her namespace alone is not served then."""
     rbac = client.RbacAuthorizationV1Api(tenant.api)
     rbac.delete_namespaced_role("operator-jobs", "locked")

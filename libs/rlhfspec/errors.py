@@ -180,7 +180,7 @@ class PolicyCollapsed(EndedEarly):
     """End of a run whose policy collapsed; `sign` is the warning."""
 
     def __init__(self, sign: str) -> None:
-        super().__init__(f"{sign} (training.stopOnCollapse; false goes on)")
+        super().__init__(f"{sign} (training.stopOnCollapse is true; set it to false to continue)")
 
 
 class DataExhausted(EndedEarly):
@@ -190,7 +190,7 @@ class DataExhausted(EndedEarly):
         self.last_step = last_step
         super().__init__(
             f"the data ended after step {last_step}: {num_rows} prompts, {epochs} epochs "
-            "(dataset.epochs: null goes round for ever)"
+            "(dataset.epochs: null repeats them without limit)"
         )
 
 
@@ -255,7 +255,7 @@ class LogProbMismatch(RLHFSpecError):
         super().__init__(
             f"{engine}: step {step}: its log-probs differ from the trainer's by {difference:.2g} a token, and "
             f"{precision} explains at most {allowed:g}: it did not generate with the weights of version {step - 1}. "
-            "Nothing of this step was kept; take another generation.engine and resume the run"
+            "This step was discarded; use another generation.engine and resume the run"
         )
 
 
@@ -279,12 +279,12 @@ class ClusterUnavailable(RLHFSpecError):
     """Failed request to the API server.
 
     >>> str(ClusterUnavailable("list of Pod", "pods is forbidden"))
-    'the API server, asked for list of Pod: pods is forbidden'
+    'request to the API server failed (list of Pod): pods is forbidden'
     """
 
     def __init__(self, asked: str, problem: str) -> None:
         self.problem = problem
-        super().__init__(f"the API server, asked for {asked}: {problem}")
+        super().__init__(f"request to the API server failed ({asked}): {problem}")
 
 
 class ClusterRefused(ClusterUnavailable):
@@ -295,7 +295,7 @@ class LeadershipLost(RLHFSpecError):
     """Write that was not sent because another replica may lead."""
 
     def __init__(self, what: str) -> None:
-        super().__init__(f"not the leader any more, so not done: {what}")
+        super().__init__(f"this replica is no longer the leader; not done: {what}")
 
 
 class LinkError(PlacedError):
@@ -306,7 +306,7 @@ class MessageTooLarge(RLHFSpecError):
     """Message that exceeds the server's size limit, so that retries cannot succeed."""
 
     def __init__(self, subject: str, id: str, num_bytes: int, most: int) -> None:
-        super().__init__(f"{subject}: {id} has {num_bytes} bytes, the server takes {most} (its max_payload)")
+        super().__init__(f"{subject}: {id} has {num_bytes} bytes; the server accepts {most} (max_payload)")
 
 
 class StageError(RLHFSpecError):

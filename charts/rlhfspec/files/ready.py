@@ -23,7 +23,7 @@ def operator_refuses(url: str, tls: ssl.SSLContext) -> str:
     asked = http.client.HTTPSConnection(place.hostname, place.port, timeout=5, context=tls)
     asked.request("POST", "/v1/namespaces/none/jobs/none/report", body=b"{}")
     status = asked.getresponse().status
-    return "" if status in (401, 403) else f"a report without a token is answered with {status}, not refused"
+    return "" if status in (401, 403) else f"a report without a token got status {status}, not 401 or 403"
 
 
 def nats_refuses(url: str, tls: ssl.SSLContext) -> str:
@@ -32,11 +32,11 @@ def nats_refuses(url: str, tls: ssl.SSLContext) -> str:
     with socket.create_connection((place.hostname, place.port), timeout=5) as plain:
         info = plain.makefile("rb", buffering=0).readline()
         if not json.loads(info.removeprefix(b"INFO ")).get("tls_required"):
-            return "it does not ask for TLS"
+            return "it does not require TLS"
         with tls.wrap_socket(plain, server_hostname=place.hostname) as secure:
             secure.sendall(b'CONNECT {"verbose":false,"pedantic":false}\r\nPING\r\n')
             answer = secure.recv(4096).decode()
-    return "" if "Authorization Violation" in answer else f"a stranger is answered with {answer!r}"
+    return "" if "Authorization Violation" in answer else f"a client without credentials is answered with {answer!r}"
 
 
 def redis_refuses(url: str, tls: ssl.SSLContext) -> str:
@@ -47,7 +47,7 @@ def redis_refuses(url: str, tls: ssl.SSLContext) -> str:
     ):
         secure.sendall(b"PING\r\n")
         answer = secure.recv(4096).decode()
-    return "" if answer.startswith("-NOAUTH") else f"a stranger is answered with {answer!r}"
+    return "" if answer.startswith("-NOAUTH") else f"a client without credentials is answered with {answer!r}"
 
 
 Check = Callable[[str, ssl.SSLContext], str]
@@ -74,7 +74,7 @@ def main(urls: list[str]) -> int:
     for check, url in zip((operator_refuses, nats_refuses, redis_refuses), urls, strict=True):
         problem = problem_of(check, url, tls)
         problems += bool(problem)
-        print(f"{url}: {problem or 'there, and refuses strangers'}", flush=True)
+        print(f"{url}: {problem or 'ready, and refuses clients without credentials'}", flush=True)
     return problems
 
 

@@ -57,7 +57,7 @@ app.kubernetes.io/component: {{ index . 1 }}
 {{- /* As a list without duplicates; sorted, so that renderings are the same. With scope cluster a label says it: none. */}}
 {{- define "rlhfspec.jobNamespaces" -}}
 {{- if eq .Values.operator.scope "cluster" -}}
-{{- if .Values.operator.jobNamespaces }}{{ fail "operator.jobNamespaces: with scope cluster a label says where jobs run, see operator.namespaceLabel; remove it" }}{{ end -}}
+{{- if .Values.operator.jobNamespaces }}{{ fail "operator.jobNamespaces: must be empty with operator.scope cluster, where operator.namespaceLabel selects the namespaces" }}{{ end -}}
 []
 {{- else -}}
 {{ .Values.operator.jobNamespaces | default (list (include "rlhfspec.ownJobNamespace" .)) | uniq | sortAlpha | toJson }}

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 _LARGEST_HEAD, _HEAD_UNIT = 256, 8
-_DTYPES = (torch.bfloat16, torch.float16)
+_FLASH_DTYPES = (torch.bfloat16, torch.float16)
 _TOLERANCE = 2e-2  # relative to the largest number; bfloat16 has 8 bits
 
 
@@ -24,13 +24,14 @@ def why_not(
     """Return why FlashAttention cannot run this attention, or an empty string."""
     if not has_flash(device):
         return f"{device.type} has no FlashAttention"
-    if dtype not in _DTYPES:
-        return f"{str(dtype).removeprefix('torch.')} is no type of FlashAttention"
+    if dtype not in _FLASH_DTYPES:
+        return f"FlashAttention does not support {str(dtype).removeprefix('torch.')}"
     refused = {"chunked attention": chunk is not None, "soft caps": bool(softcap), "sinks": has_sinks}
     if unknown := [name for name, is_there in refused.items() if is_there]:
-        return f"FlashAttention knows no {unknown[0]}"
+        return f"FlashAttention does not support {unknown[0]}"
     if key_dim != value_dim or key_dim > _LARGEST_HEAD or key_dim % _HEAD_UNIT:
-        return f"FlashAttention knows no heads of {key_dim}" + (f" and {value_dim}" if key_dim != value_dim else "")
+        sizes = f"{key_dim}" + (f" and {value_dim}" if key_dim != value_dim else "")
+        return f"FlashAttention does not support heads of size {sizes}"
     return ""
 
 

@@ -234,8 +234,8 @@ def _as_tensor(name: str, value: PerRow, rows: int, device: torch.device) -> Ten
 
 # Numbers of sizes (stride, rows, vocabulary, k of candidates) and of vectors that each function takes.
 _ARGUMENTS = {"gumbel_sample": (3, 9), "gumbel_candidates": (4, 5), "gumbel_log_probs": (3, 3)}
-_REFUSED = {1: "temperatures: every value must be finite and >= 0", 2: "top_k: every value must be >= 0"}
-_REFUSED[3] = "top_p: every value must be in (0, 1]"
+_REFUSED_ARGUMENTS = {1: "temperatures: every value must be finite and >= 0", 2: "top_k: every value must be >= 0"}
+_REFUSED_ARGUMENTS[3] = "top_p: every value must be in (0, 1]"
 
 
 @functools.cache
@@ -289,7 +289,7 @@ def _sample_native(
         build.num_threads(),
     )
     if refused:
-        raise ValueError(_REFUSED[refused])
+        raise ValueError(_REFUSED_ARGUMENTS[refused])
     return SampleResult(tokens, log_probs, tempered_log_probs, finite)
 
 
@@ -312,5 +312,5 @@ def _candidates_native(
         build.num_threads(),
     )
     if refused:
-        raise ValueError(_REFUSED[refused])
+        raise ValueError(_REFUSED_ARGUMENTS[refused])
     return Candidates(tokens, scores)

@@ -141,7 +141,7 @@ def _check_call(
         if given is not None and given < 1:
             raise ValueError(f"{name}: must be >= 1 or None (got {given})")
     if sliding_window is not None and chunk is not None:
-        raise ValueError("sliding_window, chunk: at most one of them")
+        raise ValueError("sliding_window, chunk: at most one may be given")
     if not scale > 0.0:
         raise ValueError(f"scale: must be > 0 (got {scale})")
     if not softcap >= 0.0:
@@ -156,7 +156,7 @@ PROBLEMS = (
     "table_rows: outside the slot table",
     "context_lens: below 0 or wider than the slot table",
     "slots: below -1",
-    "extra: -1 may only stand behind the slots",
+    "extra: -1 is allowed only after the slots",
     "slot_table: a negative slot within the context",
 )
 

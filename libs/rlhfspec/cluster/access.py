@@ -28,7 +28,8 @@ class KubeAccess:
             else:
                 self.namespace = self._load(kubeconfig or os.environ.get("KUBECONFIG"), context)
         except (config.ConfigException, OSError, ValueError, yaml.YAMLError) as error:
-            problem = f"cannot be used: {' '.join(str(error).split())}; set KUBECONFIG, or run in a pod with an account"
+            reason = " ".join(str(error).split())
+            problem = f"cannot be used: {reason}; set KUBECONFIG, or run in a pod with a ServiceAccount"
             raise InvalidRequest("kubeconfig", context or kubeconfig, problem) from None
         self.server = str(self._configuration.host).rstrip("/")
 

@@ -26,8 +26,8 @@ Body = Json | list[Json]
 APPLY, _MERGE = "application/apply-patch+yaml", "application/merge-patch+json"
 PATCH = "application/json-patch+json"
 ATTEMPT_SECONDS = 10.0
-_WRITE_SECONDS = 35.0  # a webhook may take 30 s before the API server reports a timeout
-_DEADLINE_SECONDS = 30.0
+_WRITE_ATTEMPT_SECONDS = 35.0  # a webhook may take 30 s before the API server reports a timeout
+_REQUEST_DEADLINE_SECONDS = 30.0
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.2, 5.0
 PAGE = 250  # objects of one page of a list
 WATCH_SECONDS = 60  # a connection without data for longer is broken
@@ -102,7 +102,7 @@ class Api:
     def __init__(
         self, access: KubeAccess, *, may_write: Callable[[], bool] = lambda: True,
         count: Callable[[str, str], None] = lambda verb, kind: None, agent: str = names.FIELD_MANAGER,
-        connections: int = CONNECTIONS, deadline_seconds: float = _DEADLINE_SECONDS,
+        connections: int = CONNECTIONS, deadline_seconds: float = _REQUEST_DEADLINE_SECONDS,
     ) -> None:  # fmt: skip
         self._access = access
         self._may_write = may_write
@@ -296,7 +296,7 @@ class Api:
             if is_write and not self._may_write():
                 raise LeadershipLost(f"{method} {path}")
             try:
-                seconds = _WRITE_SECONDS if is_write else ATTEMPT_SECONDS
+                seconds = _WRITE_ATTEMPT_SECONDS if is_write else ATTEMPT_SECONDS
                 answer = await self._try(method, path, body, query or {}, content, seconds, headers)
                 if not answer.may_pass:
                     return answer

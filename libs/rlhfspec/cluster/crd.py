@@ -29,7 +29,7 @@ _COLUMNS = (
     ("Age", "date", ".metadata.creationTimestamp", 0),
     ("Message", "string", ".status.message", 1),
 )
-_PHASES = (
+_JOB_PHASES = (
     "Pending", "Preparing", "Starting", "Running", "Suspending", "Suspended", "Succeeded", "Failed", "Terminating",
 )  # fmt: skip
 
@@ -93,7 +93,7 @@ def _status() -> dict[str, Any]:
     }  # fmt: skip
     return _block(
         {
-            "phase": {"type": "string", "enum": list(_PHASES)},
+            "phase": {"type": "string", "enum": list(_JOB_PHASES)},
             "reason": _TEXT,
             "message": _LONG_TEXT,
             "observedGeneration": _COUNT,

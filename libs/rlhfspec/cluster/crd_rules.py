@@ -44,7 +44,7 @@ def template_rules() -> list[dict[str, Any]]:
     return [
         _rule(
             f"!has(self.{kind}) || self.{kind}.all(name, !name.startsWith({own}))",
-            f"{OWN_LABELS}... are the operator's own; take another name",
+            f"{OWN_LABELS}... is reserved for the operator; use another name",
             f".{kind}",
         )
         for kind in ("labels", "annotations")

@@ -20,7 +20,7 @@ def take_lock(path: Path, *, wait: bool = False) -> int:
     except BlockingIOError:
         holder = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
         os.close(descriptor)
-        raise BlockingIOError(errno.EAGAIN, f"another run writes here (process {holder})") from None
+        raise BlockingIOError(errno.EAGAIN, f"another run is writing here (process {holder})") from None
     except OSError:
         os.close(descriptor)
         raise

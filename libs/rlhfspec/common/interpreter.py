@@ -5,7 +5,7 @@ import os
 import sys
 
 UTF8_MODE = "PYTHONUTF8"
-NO_DOCSTRINGS = "python -OO (PYTHONOPTIMIZE=2): transformers does not work without docstrings; -O does"
+NO_DOCSTRINGS = "python -OO (PYTHONOPTIMIZE=2) removes docstrings, which transformers needs; use -O instead"
 
 
 def refuse_or_begin_anew() -> None:

@@ -46,7 +46,7 @@ def write(key: str, result: Mapping[str, Any]) -> None:
         scratch.write_text(json.dumps(result))
         scratch.replace(folder / f"{key}.json")
     except OSError as error:
-        log.debug("nothing is kept for the next start: %s", error)
+        log.debug("cannot save this result for the next start: %s", error)
 
 
 @cache

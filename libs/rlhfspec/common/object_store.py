@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from rlhfspec.errors import InvalidRequest, RLHFSpecError, StorageError, StorageUnavailable
 
-_FIELD = "spec.storage.uri"
+_STORAGE_FIELD = "spec.storage.uri"
 MOST_PARTS = 9_000  # stores allow 10,000 per object
 PART_BYTES = 8 << 20  # sent at once
 NUM_CONNECTIONS = 8
@@ -147,19 +147,19 @@ class ObjectStore:
     def _raise(self, error: Exception) -> NoReturn:
         text = _first_line(error)
         if "NoSuchBucket" in str(error):
-            raise InvalidRequest(_FIELD, self.uri, "there is no such bucket") from None
+            raise InvalidRequest(_STORAGE_FIELD, self.uri, "the bucket does not exist") from None
         if isinstance(error, FileNotFoundError):  # the caller handles it
             raise error
         is_of_the_job = isinstance(error, ValueError) or type(error).__name__ in _OF_THE_JOB
         if is_of_the_job or re.match(r"Generic (Config error|\w+ error: Missing )", text):
-            raise InvalidRequest(_FIELD, self.uri, f"the store refuses: {text}") from None
+            raise InvalidRequest(_STORAGE_FIELD, self.uri, f"the store refuses: {text}") from None
         raise StorageUnavailable(self.uri, text) from None
 
 
 def main() -> int:
     """Fetch a file or folder, for a shell without the store's own tool."""
     parser = argparse.ArgumentParser(
-        prog="python -m rlhfspec.common.object_store", description="Fetches what a store has."
+        prog="python -m rlhfspec.common.object_store", description="Downloads a file or folder from an object store."
     )
     parser.add_argument("uri", metavar="URI", help="such as s3://bucket/team")
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="local copy")

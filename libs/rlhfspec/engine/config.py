@@ -11,7 +11,7 @@ from rlhfspec.errors import InvalidRequest
 from rlhfspec.job.choices.drafters import AUTO, OFF
 from rlhfspec.kernels.attention_splits import SPLIT, UNIT
 
-_DTYPES = ("float32", "bfloat16", "float64")
+_ENGINE_DTYPES = ("float32", "bfloat16", "float64")
 _EXACT = ("auto", "on", "off")
 
 
@@ -43,7 +43,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if self.max_context < 2:
-            raise InvalidRequest("max_context", self.max_context, "must be >= 2: a prompt's token and one more")
+            raise InvalidRequest("max_context", self.max_context, "must be >= 2: a prompt token and a response token")
         positive = ("max_sequences", "prefill_chunk", "block_size")
         for name in positive:
             if getattr(self, name) < 1:
@@ -52,8 +52,8 @@ class EngineConfig:
             raise InvalidRequest("block_size", self.block_size, "must be a power of two")
         if self.attention_split < UNIT or self.attention_split % UNIT:
             raise InvalidRequest("attention_split", self.attention_split, f"must be a multiple of {UNIT}")
-        if self.dtype not in _DTYPES:
-            raise InvalidRequest("dtype", self.dtype, f"must be one of {', '.join(_DTYPES)}")
+        if self.dtype not in _ENGINE_DTYPES:
+            raise InvalidRequest("dtype", self.dtype, f"must be one of {', '.join(_ENGINE_DTYPES)}")
         if self.exact not in _EXACT:
             raise InvalidRequest("exact", self.exact, f"must be one of {', '.join(_EXACT)}")
         try:

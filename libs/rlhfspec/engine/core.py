@@ -77,7 +77,7 @@ class Engine(Moves):
         seeds = list(range(len(prompts))) if seeds is None else seeds
         for name, values in (("params", each), ("seeds", seeds)):
             if len(values) != len(prompts):
-                raise InvalidRequest(name, len(values), f"must be as many as prompts ({len(prompts)})")
+                raise InvalidRequest(name, len(values), f"must have one entry for each of the {len(prompts)} prompts")
         requests = [
             Request(
                 id=f"generate-{self._num_steps}/{index}",
@@ -225,7 +225,7 @@ class Engine(Moves):
         stayed = self.scheduler.staying.get(request_id)
         if stayed is None:
             raise InvalidRequest(
-                "request_id", request_id, "does not stay here: it needs stays=True, and to be finished"
+                "request_id", request_id, "is not kept here: it must be submitted with stays=True and have finished"
             )
         prompt = (*stayed.generated.token_ids.tolist(), *token_ids)
         request = replace(stayed.request, prompt_token_ids=prompt, seed=seed, params=params or stayed.request.params)

@@ -16,7 +16,7 @@ from rlhfspec.huggingface.structure.positions import max_context
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.choices.drafters import MADE_OF_THE_POLICY, may_run_draft_model
 
-_FIELD = "spec.model.path"
+_MODEL_FIELD = "spec.model.path"
 
 
 def make(job: RLHFJob, load_tokenizer: Callable[[], Any], group: Ranks | None = None) -> Engine:
@@ -36,7 +36,7 @@ def follow(job: RLHFJob, group: Ranks) -> None:
 
 def _target(job: RLHFJob, group: Ranks | None) -> Any:
     path = job.spec.model.path
-    return load_stored(path, field=_FIELD) if group is None else load_part(path, group, field=_FIELD)
+    return load_stored(path, field=_MODEL_FIELD) if group is None else load_part(path, group, field=_MODEL_FIELD)
 
 
 def _config(job: RLHFJob) -> EngineConfig:

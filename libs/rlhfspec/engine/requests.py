@@ -45,7 +45,7 @@ def check_request(
     if len(prompt) >= most_tokens:
         raise InvalidRequest("prompt_token_ids", f"{len(prompt)} tokens", f"must be shorter than {most_tokens}")
     if len(prompt) + params.max_tokens > most_tokens:
-        problem = f"with a prompt of {len(prompt)} must be <= {most_tokens - len(prompt)}"
+        problem = f"must be <= {most_tokens - len(prompt)} with a prompt of {len(prompt)} tokens"
         raise InvalidRequest("max_tokens", params.max_tokens, problem)
     if params.stop and not has_tokenizer:
         raise InvalidRequest("stop", params.stop, "stop strings need a tokenizer, and the model folder holds none")

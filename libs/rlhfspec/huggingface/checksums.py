@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_WORDS = 1 << 22  # at a time: 100 MB of intermediate memory
+_WORDS_AT_A_TIME = 1 << 22  # at a time: 100 MB of intermediate memory
 _SPREAD = 0x9E3779B97F4A7C15 - (1 << 64)  # the golden ratio's odd number, as signed
 
 
@@ -39,8 +39,8 @@ def _sum(tensor: Tensor) -> Tensor:
     flat = _bytes(tensor)
     words = flat.view({0: torch.int32, 2: torch.int16}.get(len(flat) % 4, torch.uint8))
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for first in range(0, len(words), _WORDS):
-        part = words[first : first + _WORDS].to(torch.int64)
+    for first in range(0, len(words), _WORDS_AT_A_TIME):
+        part = words[first : first + _WORDS_AT_A_TIME].to(torch.int64)
         place = torch.arange(first + 1, first + 1 + len(part), device=tensor.device).mul_(_SPREAD)
         total += (place.bitwise_xor_(place >> 29).bitwise_or_(1) * part).sum()
     return total

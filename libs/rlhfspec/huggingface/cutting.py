@@ -29,7 +29,7 @@ from rlhfspec.errors import InvalidRequest
 from rlhfspec.huggingface.fused.audit import not_audited
 from rlhfspec.huggingface.loading import LOAD_ERRORS, load_stored
 
-_ATTRIBUTE = "rlhfspec_cut"
+_CUT_ATTRIBUTE = "rlhfspec_cut"
 BY_COLUMNS, BY_ROWS, JOINED, LOOKED_UP = "colwise", "rowwise", "colwise_gather_output", "embedding_rowwise"
 HEADS_APART = "replicated_with_grad_allreduce"  # a norm of heads
 _STYLES = (BY_COLUMNS, BY_ROWS, JOINED, LOOKED_UP, "replicate", HEADS_APART)
@@ -79,7 +79,7 @@ def _of_all(part: Tensor, group: Ranks) -> list[Tensor]:
 
 def cut_of(model: Any) -> Cut | None:
     """Return the tensor parallel layout that `load_part` stored on the model, or None for a whole model."""
-    return getattr(model, _ATTRIBUTE, None)
+    return getattr(model, _CUT_ATTRIBUTE, None)
 
 
 def share(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
@@ -106,7 +106,7 @@ def load_part(path: str | Path, group: Ranks, *, field: str = "path") -> Any:
         _make_plain(model, name, cut, made)
         _hook(model, name, style, cut)
     del model.config.distributed_config
-    object.__setattr__(model, _ATTRIBUTE, cut)
+    object.__setattr__(model, _CUT_ATTRIBUTE, cut)
     return model.to("cpu")
 
 
@@ -131,7 +131,7 @@ def planned(model: Any, path: str | Path, num_ranks: int, field: str) -> dict[st
         raise refuse(f"transformers has no plan for {type(model).__name__}")
     others = sorted({f"{style} of {name}" for name, style in plan.items() if style not in _STYLES})
     if others:
-        raise refuse(f"{type(model).__name__} wants {', '.join(others)}, which is not done here")
+        raise refuse(f"{type(model).__name__} needs {', '.join(others)}, which is not supported")
     config = model.config.get_text_config(decoder=True)
     for name in ("num_attention_heads", "num_key_value_heads"):
         count = getattr(config, name, None) or num_ranks

@@ -28,10 +28,10 @@ def device_of(spec: Spec) -> str:
     if rank is None or device == "cpu":
         return device
     if device != "cuda":
-        raise InvalidRequest("spec.device", device, "is one GPU for several ranks; take cuda, and each has its own")
+        raise InvalidRequest("spec.device", device, "names one GPU for several ranks; use cuda to give each its own")
     count = torch.cuda.device_count()
     if 1 < count <= rank:
-        raise InvalidRequest("LOCAL_RANK", rank, f"there are {count} GPUs for more ranks; start as many as there are")
+        raise InvalidRequest("LOCAL_RANK", rank, f"there are only {count} GPUs; start at most one rank per GPU")
     return f"cuda:{rank}" if count > 1 else "cuda:0"
 
 
@@ -70,7 +70,7 @@ def _say_what_is_slow(spec: Spec) -> None:
     if spec.model.dtype == "float32" and spec.training.autocast != "bfloat16":
         slow.append("model.dtype")
     for field in slow:
-        log.warning("%s: float32 uses none of a GPU's fast matrix units; auto takes bfloat16 there", field)
+        log.warning("%s: float32 does not use a GPU's fast matrix units; auto chooses bfloat16 on a GPU", field)
 
 
 def name_of(device: torch.device) -> str:

@@ -55,7 +55,7 @@ def load_stored(path: str | Path, *, field: str = "path", only_trunk: bool = Fal
         if str(error) == NO_MORE_THREADS:  # a limit of the system
             raise OSError(errno.EAGAIN, NO_MORE_THREADS) from error
         exists = Path(path).exists()
-        reason = "not a loadable Hugging Face causal LM" if exists else "no such folder, nor a model to be had"
+        reason = "not a loadable Hugging Face causal LM" if exists else "no such folder, and the model cannot be loaded"
         raise InvalidRequest(field, str(path), f"{reason}: {first_line(error)}") from error
     trunk = f"{model.base_model_prefix}." if only_trunk else ""
     refuse_other_weights(
@@ -120,7 +120,7 @@ def refuse_other_weights(
     shapes = {f"{name} {_by(found)}, not {_by(wanted)}," for name, found, wanted in mismatched}
     problems = [f"lacks {_named(lacking)}"] if lacking else []
     problems += [f"has {_named(shapes).removesuffix(',')}"] if shapes else []
-    problems += [f"has {_named(beyond)} that the model of its config.json has not"] if beyond else []
+    problems += [f"has {_named(beyond)} that the model of its config.json does not have"] if beyond else []
     if problems:
         raise InvalidRequest(field, path, f"its checkpoint {', and '.join(problems)}")
 

@@ -33,13 +33,13 @@ else:
 class Lora(Block):
     """Low-rank adaptation (LoRA) of the policy."""
 
-    rank: Positive = Field(8, description="Rank of the update; 8 is enough for most tuning by rewards.")
+    rank: Positive = Field(8, description="Rank of the update; 8 is enough for most RL training.")
     alpha: Rate = Field(16.0, description="Scaling: the update is multiplied by alpha / rank.")
     dropout: Fraction = Field(
         0.0, description="Dropout on the input of the update; with 0 on-policy log-probs stay exact."
     )
     target_modules: list[str] | Literal["all-linear"] = Field(
-        "all-linear", description="Names of the modules that get an update; all-linear: every linear layer."
+        "all-linear", description="Names of the modules that get a LoRA adapter; all-linear: every linear layer."
     )
 
 
@@ -51,7 +51,7 @@ class Model(Block):
     drafter: Annotated[str | None, Mark.RESUMABLE] = Field(
         None,
         description="Draft model for speculative decoding: a smaller causal LM with the same vocabulary; self: the "
-        "policy with quantised weights; auto: self where it pays.",
+        "policy with quantised weights; auto: self where it makes generation faster.",
     )
     reference: str | None = Field(
         None, description="Reference model of the KL; null: the policy as it was at the start."
@@ -100,7 +100,7 @@ class HeldOut(Block):
     """Evaluation on held-out prompts."""
 
     every_steps: Positive = Field(
-        10, description="Evaluate every so many steps, and also before the first step and after the last."
+        10, description="Steps between two evaluations; also evaluates before the first step and after the last."
     )
     path: str | None = Field(
         None, min_length=1, description="Evaluation data, like dataset.path; null: hold prompts out of the dataset."
@@ -162,8 +162,8 @@ class Algorithm(Block):
     entropy_coefficient: Rate = Field(0.0, description="Coefficient of the entropy bonus.")
     importance_cap: Rate | None = Field(
         None,
-        description="Cap of the importance weights that correct for generator and trainer differing; 0: off; null: 2 "
-        "where they compute in different precision, else off.",
+        description="Cap of the importance weights that correct for differences between generator and trainer; 0: off; "
+        "null: 2 where they compute in different precision, else off.",
     )
     dynamic_sampling: bool = Field(
         False, description="Replace groups whose rewards are all equal, by sampling further prompts (DAPO)."
@@ -213,7 +213,7 @@ class Schedule(Block):
         "constant", description="Schedule: constant, linear, cosine, or a class of torch.optim.lr_scheduler."
     )
     warmup_steps: Natural = Field(0, description="Optimizer steps over which the learning rate rises from 0.")
-    arguments: dict[str, Any] = Field({}, description="Arguments of a schedule of torch.")
+    arguments: dict[str, Any] = Field({}, description="Arguments of a schedule class of torch, such as step_size.")
 
 
 class Training(Block):
@@ -255,8 +255,8 @@ class Training(Block):
     )
     fuse: Literal["auto", "off"] = Field(
         "off",
-        description="Train actor and critic (ppo) at the same time (auto): on a rank each, where the trainer has two; "
-        "off: by turns.",
+        description="Train actor and critic (ppo) at the same time (auto), each on its own rank where the trainer has "
+        "two; off: in turn.",
     )
     exact_on_policy: bool = Field(
         False,
@@ -266,7 +266,7 @@ class Training(Block):
         False, description="End the run, with a checkpoint, once an evaluation warns of a collapsed policy."
     )
     max_staleness: Natural = Field(
-        0, description="Weights versions that a sample may be behind the policy; 0: synchronous and reproducible."
+        0, description="Number of weights versions that a sample may lag behind; 0: synchronous and reproducible."
     )
 
 
@@ -274,7 +274,7 @@ class Checkpoint(Block):
     """Checkpoints of the trainer."""
 
     every_steps: Positive = Field(
-        10, description="Write a checkpoint every so many steps, and also at the end and on Ctrl-C."
+        10, description="Steps between two checkpoints; one is also written at the end and on Ctrl-C."
     )
     keep: Positive = Field(2, description="Number of newest checkpoints to keep.")
     export: bool = Field(
@@ -298,7 +298,7 @@ class Observability(Block):
     tensorboard: bool = Field(False, description="Write TensorBoard event files into the run folder.")
     wandb: Wandb | None = Field(None, description="Report to Weights & Biases; null: off.")
     by_column: str | None = Field(
-        None, min_length=1, description="Column of the dataset by whose values rewards are also reported; null: none."
+        None, min_length=1, description="Dataset column; rewards are also reported for each of its values. null: none."
     )
     sample_texts: Natural = Field(
         4, description="Number of responses shown in the summary, from the beginning and from the end of the run."
@@ -353,7 +353,7 @@ class Spec(Block):
         Annotated[int, Field(ge=0, le=MOST_SECONDS)] | None, Mark.MUTABLE, Mark.CLUSTER_ONLY
     ] = Field(
         None,
-        description="Delete the job and its pods so many seconds after its end; the run folder stays. null: never.",
+        description="Seconds after which an ended job and its pods are deleted; the run folder stays. null: never.",
     )
     scheduling: Annotated[Scheduling, Mark.RESUMABLE, Mark.CLUSTER_ONLY] = Scheduling()
     pod_template: Annotated[PodTemplate, Mark.MUTABLE_WHILE_SUSPENDED, Mark.CLUSTER_ONLY] = Field(

@@ -29,10 +29,10 @@ class Mark(Enum):
     """A property of a field, or of all fields in a block."""
 
     MUTABLE = "may change while the job runs"
-    MUTABLE_WHILE_SUSPENDED = "may change while the job is suspended, for the pods that are made when it goes on"
+    MUTABLE_WHILE_SUSPENDED = "may change while the job is suspended; takes effect for the pods of the resumed job"
     RESUMABLE = "may differ when a run is resumed: it cannot change the curve"
     RECORDED = "may differ when a run is resumed: it changes the curve from there on, which the manifest records"
-    CLUSTER_ONLY = "means something in a cluster alone; elsewhere it is left aside"
+    CLUSTER_ONLY = "takes effect in a cluster only; ignored elsewhere"
 
 
 def marked(block: type[Block], mark: Mark) -> Iterator[str]:

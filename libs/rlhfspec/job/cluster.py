@@ -28,7 +28,7 @@ class PodOptions(Block):
     ] = Field(
         {},
         description="Requests and limits of the container, such as limits: {nvidia.com/gpu: 1}, fractions as text "
-        "(\"500m\"). Others are the chart's (`jobs.resources`) or the namespace's.",
+        '("500m"). Those left out come from the chart (`jobs.resources`) or the namespace.',
     )
     image: Annotated[str | None, Mark.MUTABLE_WHILE_SUSPENDED, Mark.CLUSTER_ONLY] = Field(
         None,

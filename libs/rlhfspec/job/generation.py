@@ -40,7 +40,7 @@ class EngineChoice(Block):
 
     name: EngineName = Field("own", description="Generation engine; own is the engine of this project.")
     arguments: dict[str, Any] = Field(
-        {}, description="Arguments of the engine's own, such as quantization of vllm; own takes none."
+        {}, description="Arguments of the engine, such as quantization for vllm; own takes none."
     )
 
     @model_validator(mode="before")
@@ -75,8 +75,8 @@ class Generation(Block):
     )
     exact: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="On a GPU, tokens that depend on neither batch nor speculation (on), or faster, with few that flip "
-        "(off, auto). CPUs are always exact.",
+        description="On a GPU, on makes tokens independent of batch and speculation; off and auto are faster, but a "
+        "few tokens may differ. CPUs are always exact.",
     )
     max_sequences: Annotated[Positive, Mark.RESUMABLE] = Field(
         64, description="Maximum number of sequences that one generator runs at a time."

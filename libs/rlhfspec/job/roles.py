@@ -34,8 +34,8 @@ class Trainer(Workers):
 
     nodes: Annotated[int, Field(ge=1, le=64)] = Field(
         1,
-        description="Number of nodes for the training: a pod each in a cluster, which needs a storage.claim; with "
-        "--processes all on this machine.",
+        description="Number of nodes for training: in a cluster one pod each, which needs storage.claim; with "
+        "--processes all run on this machine.",
     )
     ranks_per_node: Annotated[int, Field(ge=1, le=64)] = Field(
         1, description="Number of processes of a node; those of all nodes share the training with FSDP2."
@@ -76,8 +76,8 @@ class GeneratorWorkers(Workers):
     )
     weights: Literal["auto", "group", "store"] = Field(
         "auto",
-        description="How weights come between processes: group, by NCCL or gloo; store, by file or gRPC; auto: on GPUs "
-        "the quicker one, else store.",
+        description="How weights are sent between processes: group, by NCCL or gloo; store, by file or gRPC; auto: on "
+        "GPUs the quicker one, else store.",
     )
 
 

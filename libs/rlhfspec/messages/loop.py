@@ -68,7 +68,7 @@ STAGES: tuple[Stage, ...] = (
         name="prompts",
         consumes=(Weights, Demand),
         produces=(Prompt, DatasetInfo),
-        waits_for="a weights version not older than the step allows",
+        waits_for="a weights version that is new enough for the step",
         unblocked_by=("trainer",),
         watches=(Sample,),  # their response lengths; prompts with long responses go first
     ),
@@ -109,7 +109,7 @@ STAGES: tuple[Stage, ...] = (
         name="trainer",
         consumes=(Sample, Score, DatasetInfo),
         produces=(Weights, Demand, StepReport, EvaluationReport),
-        waits_for="every sample of the step and every score of a sample",
+        waits_for="all samples of the step and all their scores",
         unblocked_by=("prompts", "generator", "reward", "reference", "critic"),
         max_held=1 << 20,  # until a checkpoint covers their step
         max_deliveries=None,  # each crash of a trainer counts as a delivery of all its records
@@ -118,7 +118,7 @@ STAGES: tuple[Stage, ...] = (
         name="rebalancer",
         consumes=(),
         produces=(Move, Plan),
-        waits_for="generators to say what they have",
+        waits_for="load reports of the generators",
         unblocked_by=(),  # no stage waits for it, and it needs nothing
         watches=(Load, Moved, Sample),  # samples tell their final length
     ),

@@ -20,7 +20,7 @@ from rlhfspec.telemetry.base import Delivered, How, SampleProgress, Watcher, Wor
 
 log = logging.getLogger("rlhfspec.stage")
 _R = TypeVar("_R", bound=Record)
-_AT_ONCE = 512  # concurrent acknowledgements
+_CONCURRENT_ACKS = 512  # concurrent acknowledgements
 Tell = Callable[[How, SampleProgress | None], None]
 
 
@@ -174,8 +174,8 @@ class Inbox(Generic[_R]):
 async def ack_all(held: Iterable[Held]) -> None:
     """Acknowledge many deliveries concurrently."""
     waiting = list(held)
-    for start in range(0, len(waiting), _AT_ONCE):
-        await asyncio.gather(*(one.ack() for one in waiting[start : start + _AT_ONCE]))
+    for start in range(0, len(waiting), _CONCURRENT_ACKS):
+        await asyncio.gather(*(one.ack() for one in waiting[start : start + _CONCURRENT_ACKS]))
 
 
 async def give_back(held: Iterable[Held]) -> None:
@@ -259,13 +259,13 @@ class Bus:
         if record.job != self.job:
             raise MalformedRecord(f"{record.id} is of job {record.job!r}, not of {self.job!r}")
         if message_id != f"{self.uid}/{record.id}":
-            raise MalformedRecord(f"{record.id} came under the id of {message_id!r}")
+            raise MalformedRecord(f"{record.id} came under the message id {message_id!r}")
         return record
 
     def of(self, name: str, worker: int = 0) -> StageBus:
         num_workers = self.workers.get(name, 0)
         if not 0 <= worker < num_workers:
-            raise InvalidRequest("stage", f"{name} {worker}", f"this job runs {num_workers} workers of it")
+            raise InvalidRequest("stage", f"{name} {worker}", f"this job runs {num_workers} workers of this stage")
         return StageBus(self, _known(name), worker)
 
     async def publish(self, record: Record, headers: Mapping[str, str] | None = None) -> bool:

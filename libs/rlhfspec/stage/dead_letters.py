@@ -45,7 +45,7 @@ def undeliverable(bus: Bus, message: Message) -> RecordUndeliverable | None:
         if letter.data or letter.reason.startswith(MALFORMED):  # else the record was too large for a letter
             _read(bus, letter)
     except MalformedRecord as error:
-        log.warning("a dead letter that ends nothing: %s", error)
+        log.warning("ignoring a dead letter that is not a record of this run: %s", error)
         return None
     return RecordUndeliverable(letter.consumer, letter.subject, letter.id, letter.reason)
 
@@ -55,4 +55,4 @@ def _read(bus: Bus, letter: DeadLetter) -> Record:
         if bus.subject(record_type) == letter.subject:
             record: Record = bus.read(record_type, letter.id, letter.data)
             return record
-    raise MalformedRecord(f"{letter.id} of {letter.subject!r}, where nothing of this run travels")
+    raise MalformedRecord(f"{letter.id} is of {letter.subject!r}, which is not a subject of this run")

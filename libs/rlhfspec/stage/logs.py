@@ -23,7 +23,7 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
-_SAMPLE: ContextVar[str] = ContextVar("sample", default="")
+_CURRENT_SAMPLE: ContextVar[str] = ContextVar("sample", default="")
 _SECRETS = (
     (re.compile(r"\bS[A-Z2-7]{50,}"), "S..."),  # NKEY seeds
     (re.compile(r"(\w://)[^\s/@]+@"), r"\1...@"),  # user and password of a URL
@@ -39,11 +39,11 @@ _NOISE = (
 
 @contextmanager
 def about(sample: str) -> Iterator[None]:
-    token = _SAMPLE.set(sample)
+    token = _CURRENT_SAMPLE.set(sample)
     try:
         yield
     finally:
-        _SAMPLE.reset(token)
+        _CURRENT_SAMPLE.reset(token)
 
 
 @contextmanager
@@ -100,7 +100,7 @@ class _AsJson(logging.Formatter):
             **self._where,
             **getattr(record, "fields", {}),  # of `extra`
         }
-        if sample := _SAMPLE.get():
+        if sample := _CURRENT_SAMPLE.get():
             line["sample"] = without_secrets(sample)
         if record.exc_info and (error := record.exc_info[1]) is not None:
             reason = "".join(traceback.format_exception_only(error))

@@ -14,7 +14,7 @@ from rlhfspec.stage.base import Service
 if TYPE_CHECKING:
     from rlhfspec.training.weights import WeightStore
 
-_RETRY_SECONDS = 0.25
+_WEIGHTS_RETRY_SECONDS = 0.25
 log = logging.getLogger("rlhfspec.stage")
 
 
@@ -44,6 +44,6 @@ async def load_newest(
     with service.vitals.working(f"loading weights version {newest}", deadline_seconds=deadline_seconds):
         while not service.stopping.is_set() and (problem := await service.in_thread(get_and_load)) is not None:
             if not is_told:
-                log.warning("%s %d: not to be had yet: %s", service.stage, service.worker, problem)
+                log.warning("%s %d: new weights are not available yet: %s", service.stage, service.worker, problem)
             is_told = True
-            await service.unless_stopped(clock.sleep(_RETRY_SECONDS))
+            await service.unless_stopped(clock.sleep(_WEIGHTS_RETRY_SECONDS))

@@ -77,7 +77,7 @@ class Supervisor:
             task.cancel()
         await self._wait_within_grace(cancelled)
         for task in _pending(tasks):
-            log.error("%s refuses its cancellation and is left behind", task.get_name())
+            log.error("%s does not stop although it was cancelled, and is left behind", task.get_name())
         for task in cancelled:
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:
                 log.error("%s failed while it was cancelled", task.get_name(), exc_info=error)

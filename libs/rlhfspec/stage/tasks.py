@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-_AGAIN_SECONDS = 0.1
+_CANCEL_AGAIN_SECONDS = 0.1
 
 
 async def together(*parts: Coroutine[Any, Any, None]) -> None:
@@ -48,7 +48,7 @@ async def ended(*tasks: asyncio.Task[Any]) -> None:
     while left := [task for task in tasks if not task.done()]:
         for task in left:
             task.cancel()
-        await asyncio.wait(left, timeout=_AGAIN_SECONDS)
+        await asyncio.wait(left, timeout=_CANCEL_AGAIN_SECONDS)
 
 
 async def to_the_end(part: Coroutine[Any, Any, None]) -> None:

@@ -71,7 +71,7 @@ class ComputeThread:
     def _leave_behind(self, job: _Call, jobs: queue.SimpleQueue[_Call | None]) -> None:
         if job.outcome.cancel() or job.outcome.done():
             return  # not begun, or over
-        log.warning("%s: cancelled while it computes; its thread is left behind", self.name)
+        log.warning("%s: cancelled while it computes; its thread keeps running", self.name)
         if jobs is self._jobs:
             self.close()
 

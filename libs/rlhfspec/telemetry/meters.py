@@ -177,9 +177,9 @@ class Meters:
             yield Metric(f"{name}_seconds", what, "times", [(labels, of) for labels, of in times if any(of.counts)])
         yield Metric("work_seconds", "Seconds of one piece of work", "times", list(self._work.items()))
         pauses: list[tuple[Labels, float | Times]] = [*self._pauses.items()]
-        yield Metric("move_pause_seconds", "Seconds for which a sample that moved stood still", "times", pauses)
+        yield Metric("move_pause_seconds", "Seconds for which a moving sample was paused", "times", pauses)
         weights: list[tuple[Labels, float | Times]] = [*self._weights.items()]
-        yield Metric("weights_seconds", "Seconds until a version of weights was here, by way", "times", weights)
+        yield Metric("weights_seconds", "Seconds until a version of weights arrived, by way", "times", weights)
         yield from _by_name(self._gauges, "gauge")
         yield from _by_name(self._counts, "counter")
         yield from _by_name({key: count() for key, count in list(self._elsewhere.items())}, "counter")

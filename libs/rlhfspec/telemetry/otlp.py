@@ -54,7 +54,7 @@ class OtlpSpans:
         sending.start()
         sending.join(CLOSE_SECONDS)
         if sending.is_alive():
-            log.warning("%s does not take the last spans", self._endpoint)
+            log.warning("%s did not accept the last spans in time", self._endpoint)
             self._exporter.shutdown()
             sending.join(CLOSE_SECONDS)
 

@@ -17,7 +17,7 @@ from rlhfspec.telemetry.spans import Attribute
 
 EXPORT_SECONDS = 5.0
 EXPORT_TIMEOUT_SECONDS = 5.0
-_CLOSE_SECONDS = 5.0
+_LAST_EXPORT_SECONDS = 5.0
 
 
 class OtlpMetrics:
@@ -38,7 +38,7 @@ class OtlpMetrics:
 
     def __exit__(self, *error: object) -> None:
         self._closing.set()
-        self._thread.join(_CLOSE_SECONDS)
+        self._thread.join(_LAST_EXPORT_SECONDS)
         self._exporter.shutdown(timeout_millis=0)
 
     def _export_on(self) -> None:

@@ -121,7 +121,7 @@ def _unknown(sample: str, known: set[str]) -> str:
     prefix = sample.rpartition("/")[0]
     beside = {name for name in known if prefix and name.rpartition("/")[0].endswith(prefix)}
     near = sorted(beside, key=_in_order)[:3] or difflib.get_close_matches(sample, sorted(known)[:5000], n=3, cutoff=0.0)
-    return f"no trace of it; the nearest: {', '.join(near)}" if near else "no trace of it, nor of any other"
+    return f"no trace of it; the nearest: {', '.join(near)}" if near else "no trace of it, nor of any other sample"
 
 
 def _in_order(id: str) -> list[tuple[int, str]]:

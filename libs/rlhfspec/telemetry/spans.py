@@ -85,7 +85,7 @@ class Span:
             span = cls(**json.loads(line))
             _ = span.seconds + span.waited_seconds + span.step + span.delivery + span.stay  # TypeError if not numbers
         except TypeError as error:
-            raise ValueError(f"no span: {error}") from error
+            raise ValueError(f"not a span: {error}") from error
         return span
 
 

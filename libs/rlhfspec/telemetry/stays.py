@@ -6,15 +6,15 @@ from rlhfspec.messages.records import Moved, Sample
 from rlhfspec.telemetry.base import SampleProgress, WorkerPlace
 from rlhfspec.telemetry.spans import Attribute
 
-_NOTHING = SampleProgress(0, (), 0, 0, 0, (), at=0.0)
+_NO_PROGRESS = SampleProgress(0, (), 0, 0, 0, (), at=0.0)
 
 
 def made_at_the_last(sample: Sample, before: SampleProgress | None) -> dict[str, Attribute]:
-    whole = _NOTHING._replace(
+    whole = _NO_PROGRESS._replace(
         weights_versions=sample.weights_versions, strategies=sample.strategies, seconds=sample.seconds,
         num_verifications=sample.num_verifications, num_drafted=sample.num_drafted, num_accepted=sample.num_accepted,
     )  # fmt: skip
-    made = _made_since(sample.generator, before or _NOTHING, whole)
+    made = _made_since(sample.generator, before or _NO_PROGRESS, whole)
     made["finish_reason"] = sample.finish_reason
     if sample.error:
         made["error"] = sample.error
@@ -24,7 +24,7 @@ def made_at_the_last(sample: Sample, before: SampleProgress | None) -> dict[str,
 def made_before_it_left(
     place: WorkerPlace, before: SampleProgress | None, progress: SampleProgress
 ) -> dict[str, Attribute]:
-    return _made_since(f"{place.stage}-{place.worker}", before or _NOTHING, progress) | {"left": "moved"}
+    return _made_since(f"{place.stage}-{place.worker}", before or _NO_PROGRESS, progress) | {"left": "moved"}
 
 
 def of_a_move(moved: Moved) -> dict[str, Attribute]:

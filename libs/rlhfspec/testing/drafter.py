@@ -66,7 +66,7 @@ def refuse_malformed(forest: Forest, batch: DraftBatch, plan: DraftPlan) -> None
         sequence, parent, depth = int(forest.sequence[node]), int(forest.parent[node]), int(forest.depth[node])
         assert 0 <= sequence < batch.size, "a node belongs to a sequence of the batch"
         assert -1 <= parent < node, "a parent comes before its children"
-        assert depth <= min(plan.depth, int(batch.room[sequence]) - 1), "the verification adds one token more"
+        assert depth <= min(plan.depth, int(batch.room[sequence]) - 1), "verification adds one more token"
         assert 0 < forest.path_acceptance[node] < 1
         if parent < 0:
             assert depth == 1
@@ -125,7 +125,7 @@ class DrafterContract:
             forest = drafter.propose(batch, plan, AcceptanceModel(64), Always())
         finally:
             batch.tokens.flags.writeable = True
-        assert np.array_equal(batch.tokens, before), "the token table is the engine's"
+        assert np.array_equal(batch.tokens, before), "a drafter must not change the token table"
         refuse_malformed(forest, batch, plan)
         return forest
 

@@ -56,7 +56,7 @@ class GainStreams:
         for gain in report.gains:
             known = self._gains.setdefault(gain.id, [])
             assert not known or known[-1].finish_reason is None, f"{gain.id} has ended"
-            assert len(gain.token_ids) or gain.finish_reason, f"{gain.id} neither gained nor ended"
+            assert len(gain.token_ids) or gain.finish_reason, f"{gain.id} got no token and did not end"
             known.append(gain)
         return report
 
@@ -77,7 +77,7 @@ def drain(engine: EngineProtocol) -> dict[str, Completion]:
         for each in engine.step().finished:
             assert each.id not in done, "a sequence finishes once"
             done[each.id] = each
-    raise AssertionError("work was left and nothing came of it")
+    raise AssertionError("the engine has work left but does not finish it")
 
 
 def run(engine: EngineProtocol, *requests: Request) -> dict[str, Completion]:
@@ -181,7 +181,7 @@ class EngineContract(EngineMaker):
             assert {len(done.token_ids), len(done.log_probs), len(done.tempered_log_probs)} == {16}
             assert done.weights_versions == (engine.weights_version,) * 16
             assert max(done.log_probs) <= 0
-            assert sum(done.tempered_log_probs) > sum(done.log_probs), "of the sharper distribution"
+            assert sum(done.tempered_log_probs) > sum(done.log_probs), "the tempered distribution is sharper"
             plain = run(engine, request("y", temperature=1.0))["y"]
             np.testing.assert_allclose(plain.tempered_log_probs, plain.log_probs, atol=1e-5)
 
@@ -215,7 +215,7 @@ class EngineContract(EngineMaker):
             last = next(name for name in ("r11", "r10", "r2") if name not in first)
             assert engine.cancel(last)
             assert first | set(drain(engine)) == {f"r{index}" for index in range(12)} - {"r3", last}
-            assert "r3" in run(engine, request("r3")), "its name is free again"
+            assert "r3" in run(engine, request("r3")), "the id of a cancelled request is free again"
 
     def test_it_says_what_it_can(self) -> None:
         for engine in self.engines():

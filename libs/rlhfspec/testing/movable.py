@@ -14,7 +14,7 @@ from rlhfspec.errors import InvalidRequest, SequenceStateError
 from rlhfspec.testing.engine import EngineMaker, GainStreams, bits, drain, reference, request, run
 from rlhfspec.tiny import perturbed
 
-_PROMPT = tuple(range(40))
+_MOVED_PROMPT = tuple(range(40))
 SHORT = 5  # tokens of a response that ends soon
 Way = Callable[[Any, Any, str, np.random.Generator, GainStreams], list[Completion]]
 
@@ -92,13 +92,13 @@ class MovableByTokensContract(EngineMaker):
 
     def alone(self, *seeds: int, max_tokens: int = 30) -> dict[str, tuple[object, ...]]:
         engine = self.engine(self.modes[0])
-        done = run(engine, *(request(str(seed), _PROMPT, seed=seed, max_tokens=max_tokens) for seed in seeds))
+        done = run(engine, *(request(str(seed), _MOVED_PROMPT, seed=seed, max_tokens=max_tokens) for seed in seeds))
         return {name: self.wanted(each) for name, each in done.items()}
 
     def begun(self, mode: Any, *, num_steps: int = 4, max_tokens: int = 30) -> tuple[Any, Any]:
         """Return two engines, the first with sequence 7 after `num_steps` steps."""
         here, there = self.pair(mode)
-        here.submit(request("7", _PROMPT, max_tokens=max_tokens))
+        here.submit(request("7", _MOVED_PROMPT, max_tokens=max_tokens))
         for _ in range(num_steps):
             here.step()
         return here, there
@@ -110,7 +110,7 @@ class MovableByTokensContract(EngineMaker):
                 rng, streams = np.random.default_rng(3), GainStreams()
                 engines, done, moves = self.pair(mode), dict[str, Completion](), 0
                 for seed in range(3):
-                    engines[seed % 2].submit(request(str(seed), _PROMPT, seed=seed, max_tokens=30))
+                    engines[seed % 2].submit(request(str(seed), _MOVED_PROMPT, seed=seed, max_tokens=30))
                 while any(engine.has_work for engine in engines):
                     for engine in engines:
                         done.update({each.id: each for each in stepped(engine, streams)})
@@ -128,7 +128,7 @@ class MovableByTokensContract(EngineMaker):
                 assert (sum(each.stats.num_moves for each in done.values()) > 0) == (way is not taken_back)
                 assert moves > 4
                 if way not in MovableByTokensContract.ways:
-                    assert all(engine.stats().num_recomputed_tokens == 0 for engine in engines), "KV went along"
+                    assert all(engine.stats().num_recomputed_tokens == 0 for engine in engines), "the KV was moved too"
                     assert sum(each.stats.num_preemptions for each in done.values()) == 0
                 assert all(engine.stats().num_free_blocks == engine.stats().num_blocks for engine in engines)
 
@@ -161,16 +161,16 @@ class MovableByTokensContract(EngineMaker):
     def test_views_tell_what_waits_and_what_was_generated(self) -> None:
         for mode in self.modes:
             here, _ = self.pair(mode)
-            here.submit(request("7", _PROMPT, max_tokens=30))
+            here.submit(request("7", _MOVED_PROMPT, max_tokens=30))
             [view] = here.sequences()
-            expected = ("7", True, 0, len(_PROMPT), len(_PROMPT))
+            expected = ("7", True, 0, len(_MOVED_PROMPT), len(_MOVED_PROMPT))
             assert (view.id, view.is_waiting, view.num_generated, view.num_held, view.num_prefill) == expected
             for _ in range(4):
                 here.step()
             [view] = here.sequences()
             assert not view.is_waiting
             assert view.num_generated > 0
-            assert (view.num_held, view.num_prefill) == (len(_PROMPT) + view.num_generated, 0)
+            assert (view.num_held, view.num_prefill) == (len(_MOVED_PROMPT) + view.num_generated, 0)
 
 
 class MovableWithKVContract(MovableByTokensContract):
@@ -243,7 +243,7 @@ class MovableWithKVContract(MovableByTokensContract):
             here, there = self.begun(mode)
             start = there.reserve(here.manifest("7"))
             first = here.export_range("7", start, max_bytes=3000)
-            assert 0 < first.num_positions < len(_PROMPT)
+            assert 0 < first.num_positions < len(_MOVED_PROMPT)
             assert first.start == start
             assert isinstance(first.end, Watermark)
             rest = here.export_range("7", first.end)

@@ -233,7 +233,7 @@ class TransportContract:
             await message.ack()
             assert await h.publish("a") == [False]
             await h.transport.declare("rlhf.sums.prompt", "work")
-            assert await h.transport.publish("rlhf.sums.prompt", b"", id="a"), "ids belong to a subject"
+            assert await h.transport.publish("rlhf.sums.prompt", b"", id="a"), "ids are unique per subject only"
             assert await h.now(reward) == []
 
         self.run(main)
@@ -317,7 +317,7 @@ class TransportContract:
             await h.publish("a", "b")
             tokens = [message.token for message in await h.now(reward)]
             for subject, name in (("other", "reward"), (SUBJECT, "critic")):
-                with pytest.raises(InvalidRequest, match="none of a delivery"):
+                with pytest.raises(InvalidRequest, match="is not a delivery token"):
                     await h.transport.adopt(tokens[0], subject, name)
             kept, given_back = [await h.transport.adopt(token, SUBJECT, "reward") for token in tokens]
             await h.advance(0.8)
@@ -339,7 +339,7 @@ class TransportContract:
                 held = await h.now(dead)
                 assert ids(held) == ["a", "b"]
                 await h.transport.release(SUBJECT, "trainer")
-                assert {m.num_deliveries for m in held} == {number - 1}, "any number of deliveries"
+                assert {m.num_deliveries for m in held} == {number - 1}, "deliveries are not limited"
             for message in await h.now(trainer):
                 await message.ack()
             await h.transport.release(SUBJECT, "trainer")
@@ -356,7 +356,7 @@ class TransportContract:
 
             early = await h.transport.watch(SUBJECT)
             assert [await put("policy", "p0"), await put("critic", "c0"), await put("policy", "p1")] == [True] * 3
-            assert not await put("policy", "p1"), "its id is known"
+            assert not await put("policy", "p1"), "a known id is not published again"
             late = await h.transport.watch(SUBJECT)
             assert sorted(ids(await h.now(late))) == ["c0", "p1"]
             assert ids(await h.now(early))[-1] == "p1"
@@ -368,7 +368,7 @@ class TransportContract:
     def test_a_signal_is_for_whoever_watches_and_never_waits(self) -> None:
         async def main(h: TransportHarness) -> None:
             await h.transport.declare(SUBJECT, "signal")
-            assert await h.publish("a", "b", "c") == [True, True, True], "nothing watches, nothing is kept"
+            assert await h.publish("a", "b", "c") == [True, True, True], "nothing is kept without a watcher"
             one, slow = await h.transport.watch(SUBJECT), await h.transport.watch(SUBJECT)
             waiting = asyncio.create_task(one.pull(9, 30.0))
             await h.advance(0.1)
@@ -378,7 +378,7 @@ class TransportContract:
             assert ids(first + await h.now(one)) == ["a", "d"]
             await h.publish("e", "f")
             await h.advance(0.1)
-            assert ids(await h.now(slow)) == ["e", "f"], "of a slow reader's, the oldest go"
+            assert ids(await h.now(slow)) == ["e", "f"], "a slow reader loses its oldest signals"
 
         self.run(main, max_pending=2, publish_timeout_seconds=1.0)
 

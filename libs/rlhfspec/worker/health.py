@@ -32,9 +32,9 @@ from rlhfspec.stage.vitals import Vitals
 
 LOOPBACK = "127.0.0.1"
 BEAT_SECONDS = 10.0  # without a beat for this long the event loop hangs
-_LOOK_SECONDS = 1.0  # interval of updates to health watchers
-_CLOSE_SECONDS = 1.0  # grace for calls in progress
-_NUM_THREADS = 16  # each streams to one peer at a time
+_HEALTH_UPDATE_SECONDS = 1.0  # interval of updates to health watchers
+_CALLS_GRACE_SECONDS = 1.0  # grace for calls in progress
+_NUM_GRPC_THREADS = 16  # each streams to one peer at a time
 HTTP_TIMEOUT_SECONDS = 5.0  # for a client to send its request
 
 Metrics = Callable[[], str]
@@ -62,7 +62,7 @@ class Health:
         self._not_ready = "is being built"
         self._last_beat = time.monotonic()
         self._grpc_health = _GrpcHealth(self.problem)
-        pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix=f"grpc-{stage}-{worker}")
+        pool = ThreadPoolExecutor(_NUM_GRPC_THREADS, thread_name_prefix=f"grpc-{stage}-{worker}")
         # Never share the port: another process that asks for any port must get its own.
         self.server: grpc.Server = grpc.server(pool, options=[("grpc.so_reuseport", 0)])
         health_pb2_grpc.add_HealthServicer_to_server(self._grpc_health, self.server)
@@ -80,7 +80,7 @@ class Health:
     def __exit__(self, *error: object) -> None:
         self._http.close()
         self._grpc_health.enter_graceful_shutdown()
-        self.server.stop(_CLOSE_SECONDS).wait()
+        self.server.stop(_CALLS_GRACE_SECONDS).wait()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def beat(self) -> None:
@@ -142,7 +142,7 @@ class _GrpcHealth(HealthServicer):  # type: ignore[misc]
 
 class _Http(ThreadingHTTPServer):
     daemon_threads = True
-    timeout = _LOOK_SECONDS
+    timeout = _HEALTH_UPDATE_SECONDS
 
     def __init__(self, place: tuple[str, int], health: Health, metrics: Metrics, tell: Callable[[], None]) -> None:
         self.health = health
@@ -159,7 +159,7 @@ class _Http(ThreadingHTTPServer):
     def close(self) -> None:
         self._is_closing = True
         host, port = self.server_address[:2]
-        with suppress(OSError), socket.create_connection((str(host), port), _LOOK_SECONDS):
+        with suppress(OSError), socket.create_connection((str(host), port), _HEALTH_UPDATE_SECONDS):
             """Nothing is asked: it only ends the wait for a request."""
         self._thread.join()
         self.server_close()
@@ -186,7 +186,7 @@ class _Answer(BaseHTTPRequestHandler):
         elif self.path == "/metrics":
             self._say(200, self.server.metrics(), "text/plain; version=0.0.4; charset=utf-8")
         else:
-            self._say(404, "there are /healthz, /readyz and /metrics\n")
+            self._say(404, "not found; use /healthz, /readyz or /metrics\n")
 
     def _say_problem(self, problem: str) -> None:
         self._say(503 if problem else 200, f"{problem or 'ok'}\n")

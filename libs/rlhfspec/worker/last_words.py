@@ -25,7 +25,7 @@ from rlhfspec.worker import exits
 TERMINATION_LOG = "TERMINATION_LOG"  # environment variable: path for the line
 IN_A_POD = "RLHFSPEC_HOST"  # environment variable set in every pod
 OF_KUBERNETES = Path("/dev/termination-log")
-_MOST_BYTES = 4096  # limit of Kubernetes
+_MAX_LAST_WORDS_BYTES = 4096  # limit of Kubernetes
 _ACTIVITY_BYTES = 1024  # longer texts are cut
 log = logging.getLogger("rlhfspec.stage")
 
@@ -53,7 +53,7 @@ class Ending:
     def failed(self, error: Exception) -> None:
         cause = error.__cause__ if isinstance(error, StageFailed) and isinstance(error.__cause__, Exception) else error
         if not isinstance(cause, RLHFSpecError):
-            log.error("what led to it", exc_info=cause)
+            log.error("the worker failed with this error", exc_info=cause)
         self.code, self.said = exits.code_of(cause), one_line(cause)
         log.error("%s", self.said, extra={"fields": {"exit_code": self.code}})
         if self.file is not None:
@@ -96,7 +96,7 @@ def write_last_words(text: str) -> None:
     given = os.environ.get(TERMINATION_LOG)
     if given is None and (IN_A_POD not in os.environ or not OF_KUBERNETES.exists()):
         return
-    line = without_secrets(" ".join(text.split())).encode()[:_MOST_BYTES]
+    line = without_secrets(" ".join(text.split())).encode()[:_MAX_LAST_WORDS_BYTES]
     try:
         Path(given or OF_KUBERNETES).write_bytes(line)
     except OSError as error:

@@ -36,7 +36,7 @@ from rlhfspec.telemetry.folder import TRACES
 SEND_SECONDS = 30.0
 FETCH_PATIENCE_SECONDS = 5.0  # the pod then fails with the reason and restarts
 CHECKPOINTS, MANIFEST, MOVES = "checkpoints", "manifest.json", "moves.jsonl"
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+_WEIGHTS_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _JOB_FILE = "processes/job.json"
 _READ_BY = {PREPARE: ("job.yaml", "manifest.json", "steps.jsonl"), CONTROL: ("steps.jsonl",), "rebalancer": (MOVES,)}
 Fingerprint = tuple[int, int, int]
@@ -95,7 +95,7 @@ class Mirror:
         sizes = self.store.sizes(*input_paths(_spec_of(job_file), self.store.base))
         modules = {path: size for path, size in self.store.at_the_top().items() if path.endswith(".py")}
         computes = self._stage in TORCH_ROLES and self._stage != PREPARE
-        needed = {path: size for path, size in sizes.items() if computes or not path.endswith(_WEIGHTS)}
+        needed = {path: size for path, size in sizes.items() if computes or not path.endswith(_WEIGHTS_SUFFIXES)}
         return self.store.fetch(modules | needed)
 
     def fetch_traces(self) -> None:

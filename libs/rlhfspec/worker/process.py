@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 STARTED = "RLHFSPEC_WORKER"  # environment variable set by a supervisor
 PR_SET_PDEATHSIG = 1
 ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT, signal.SIGKILL}
-_LEFT = b'{"level": "info", "message": "left: before it had begun", "exit_code": 0}\n'
+_LEFT_EARLY_LINE = b'{"level": "info", "message": "left: before it had begun", "exit_code": 0}\n'
 
 
 def main(stage: str) -> NoReturn:
@@ -47,7 +47,7 @@ def main(stage: str) -> NoReturn:
     os._exit(code)
 
 
-def leave_when_asked_to(said: Callable[[], object] = lambda: os.write(2, _LEFT)) -> None:
+def leave_when_asked_to(said: Callable[[], object] = lambda: os.write(2, _LEFT_EARLY_LINE)) -> None:
     """Call `said` and exit on SIGTERM or SIGINT, also as PID 1, until the event loop handles these signals."""
 
     def leave(number: int, frame: object) -> None:
@@ -67,7 +67,7 @@ def _ask_itself_for_nothing() -> None:
             whom, number = arguments
             if whom in (own, 0, -1, -os.getpgrp()) or (event == "os.killpg" and whom == os.getpgrp()):
                 name = signal.Signals(number).name
-                raise RuntimeError(f"{name} to its own process: to say that something failed, raise an error")
+                raise RuntimeError(f"{name} sent to its own process: raise an error to report a failure")
 
     sys.addaudithook(refuse)
 
@@ -83,8 +83,8 @@ def _arguments(stage: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=f"python -m rlhfspec.{stage}",
         description=f"One worker of the {stage} stage of a run: started by `rlhfspec run --processes`, or by hand to "
-        "join one. SIGTERM asks it to leave. Exit codes: 0 done or left, 75 a server cannot be reached, 78 the same "
-        "will happen again, 1 any other error.",
+        "join one. SIGTERM asks it to leave. Exit codes: 0 done or left, 75 a server cannot be reached, 78 a restart "
+        "would fail again, 1 any other error.",
     )
     parser.add_argument(
         "--connections", type=Path, required=True, metavar="FILE", help="RUN/processes/connections.json"
@@ -93,7 +93,7 @@ def _arguments(stage: str) -> argparse.Namespace:
         "--worker", type=_number, required=True, metavar="N", help="number of the worker within its stage, from 0"
     )
     parser.add_argument(
-        "--gpus", metavar="LIST", help="the only GPUs it sees, one a rank (default: CUDA_VISIBLE_DEVICES)"
+        "--gpus", metavar="LIST", help="the only GPUs it sees, one per rank (default: CUDA_VISIBLE_DEVICES)"
     )
     parser.add_argument(
         "--threads", type=_number, metavar="N", help="threads of torch (default: OMP_NUM_THREADS, or all cores)"

@@ -25,7 +25,7 @@ from rlhfspec.worker import exits
 from rlhfspec.worker.last_words import TERMINATION_LOG, write_last_words
 from rlhfspec.worker.process import end_with_the_supervisor, leave_when_asked_to
 
-_LEAVE_SECONDS = 60  # for the others after rank 0 has left
+_OTHER_RANKS_SECONDS = 60  # for the others after rank 0 has left
 
 
 class RankSet:
@@ -77,8 +77,8 @@ class RankSet:
             if rank is not None and code != exits.DONE:
                 return self._failed(rank, code)
             if rank == self._ranks.start:
-                signal.alarm(_LEAVE_SECONDS)
-        write_last_words(self._said_by(0) if 0 in self._ranks else "left: rank 0 let its ranks go")
+                signal.alarm(_OTHER_RANKS_SECONDS)
+        write_last_words(self._said_by(0) if 0 in self._ranks else "left: rank 0 released its ranks")
         return exits.DONE
 
     def _failed(self, rank: int, code: int) -> int:
@@ -146,18 +146,18 @@ def main() -> None:
     leave_when_asked_to()
     end_with_the_supervisor()
     parser = argparse.ArgumentParser(
-        prog="python -m rlhfspec.worker.ranks", description="One worker as a set of ranks.", allow_abbrev=False
+        prog="python -m rlhfspec.worker.ranks", description="Run one worker as a set of ranks.", allow_abbrev=False
     )
     parser.add_argument("--nodes", type=int, default=1, metavar="N")
     parser.add_argument("--ranks-per-node", type=int, required=True, metavar="G")
-    parser.add_argument("--node", type=int, metavar="I", help="this one alone, from 0; all of them are here without")
-    parser.add_argument("--leader", metavar="HOST:PORT", help="where rank 0 is to be found")
+    parser.add_argument("--node", type=int, metavar="I", help="run only this node, from 0 (default: all nodes, here)")
+    parser.add_argument("--leader", metavar="HOST:PORT", help="address of rank 0")
     parser.add_argument("--gpus", default="", metavar="LIST", help="one for each rank, in order")
     parser.add_argument("-m", dest="module", required=True, metavar="MODULE", help="what each rank runs")
-    parser.add_argument("--secret", type=Path, metavar="FILE", help="a secret of the ranks of all nodes")
+    parser.add_argument("--secret", type=Path, metavar="FILE", help="secret that the ranks of all nodes share")
     told, arguments = parser.parse_known_args()
     if len({each is None for each in (told.node, told.leader, told.secret)}) > 1:
-        parser.error("--node, --leader and --secret go together")
+        parser.error("--node, --leader and --secret must be given together")
     secret = secrets.token_hex(32) if told.secret is None else told.secret.read_text().strip()
     ranks = RankSet(nodes=told.nodes, ranks_per_node=told.ranks_per_node, node=told.node)
     gpus = [gpu for gpu in told.gpus.split(",") if gpu]

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from rlhfspec.training.weights.group.sender import GroupSender
     from rlhfspec.worker.ends import MoveEndpoint
 
-_HOST = "RLHFSPEC_HOST"  # environment variable: address to listen at, and for other workers
+_HOST_VARIABLE = "RLHFSPEC_HOST"  # environment variable: address to listen at, and for other workers
 LEAVING_SECONDS = 15.0  # for a server that is away while this worker leaves
 OPENING_SECONDS = 300.0  # for NATS to answer, and for `control` or the supervisor to open the run
 Connect = Callable[[str, int], Awaitable[Bus]]  # connects with the rights of a stage's worker
@@ -256,7 +256,7 @@ async def _make(job: RLHFJob, stage: str, worker: int, host: Context, connect: C
     deadline = getattr(job.spec.roles, stage).deadline_seconds
     thread = ComputeThread(f"{stage}-build")
     try:
-        with vitals.worker(stage, worker).working(f"making ready to help {stage}", deadline_seconds=deadline):
+        with vitals.worker(stage, worker).working(f"preparing to help {stage}", deadline_seconds=deadline):
             bus = await connect(stage, worker)
             context = Context(
                 worker=worker,
@@ -276,12 +276,12 @@ async def _make(job: RLHFJob, stage: str, worker: int, host: Context, connect: C
 def host_told(environment: Mapping[str, str]) -> str:
     """Return the address to listen at, after binding to it once as a check.
 
-    >>> host_told({_HOST: "300.1.2.3"})  # doctest: +ELLIPSIS
+    >>> host_told({_HOST_VARIABLE: "300.1.2.3"})  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
-    rlhfspec.errors.InvalidRequest: RLHFSPEC_HOST: in the environment, is no address of this machine: ...
+    rlhfspec.errors.InvalidRequest: RLHFSPEC_HOST: in the environment, is not an address of this machine: ...
     """
-    host = environment.get(_HOST) or LOOPBACK
+    host = environment.get(_HOST_VARIABLE) or LOOPBACK
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listening:
             listening.bind((host, 0))
@@ -289,7 +289,7 @@ def host_told(environment: Mapping[str, str]) -> str:
         if error.errno == errno.EADDRINUSE:
             raise TransportUnavailable(host, "no port is free (net.ipv4.ip_local_port_range)") from None
         raise InvalidRequest(
-            _HOST, host, f"in the environment, is no address of this machine: {error.strerror}"
+            _HOST_VARIABLE, host, f"in the environment, is not an address of this machine: {error.strerror}"
         ) from None
     return host
 

@@ -39,12 +39,12 @@ def _operator(asked: argparse.Namespace) -> Operator:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m rlhfspec.operator", description=__doc__)
-    parser.add_argument("--settings", type=Path, required=True, help="JSON, as rlhfspec.operator.settings has it")
-    parser.add_argument("--keys", type=Path, default=Path("/etc/rlhfspec-keys"), help="the Secret RELEASE-keys")
-    parser.add_argument("--tls", type=Path, default=Path("/etc/rlhfspec-tls"), help="the Secret RELEASE-operator-tls")
+    parser.add_argument("--settings", type=Path, required=True, help="JSON file of rlhfspec.operator.settings")
+    parser.add_argument("--keys", type=Path, default=Path("/etc/rlhfspec-keys"), help="mount of RELEASE-keys")
+    parser.add_argument("--tls", type=Path, default=Path("/etc/rlhfspec-tls"), help="mount of RELEASE-operator-tls")
     parser.add_argument("--host", default="0.0.0.0", help="address to listen on")
     parser.add_argument("--http-port", type=int, default=names.HTTP_PORT, help="/healthz, /readyz, /metrics")
-    parser.add_argument("--report-port", type=int, default=names.REPORT_PORT, help="HTTPS, for reports of jobs")
+    parser.add_argument("--report-port", type=int, default=names.REPORT_PORT, help="HTTPS port for reports of jobs")
     return parser
 
 

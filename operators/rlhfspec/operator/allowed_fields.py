@@ -41,8 +41,8 @@ class Allowed(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    fields: tuple[str, ...] = Field(FIELDS, description="Of the pods of every role.")
-    code_fields: tuple[str, ...] = Field(CODE_FIELDS, description="Of roles that run the user's code, in addition.")
+    fields: tuple[str, ...] = Field(FIELDS, description="Fields of the pods of every role.")
+    code_fields: tuple[str, ...] = Field(CODE_FIELDS, description="Further fields of roles that run the user's code.")
     code_roles: tuple[Role, ...] = Field(("reward",), description="Roles that run the user's code.")
     label: str = Field(
         f"{names.GROUP}/jobs-may-use",

@@ -59,7 +59,7 @@ async def _make(api: Api, namespace: str, name: str, data: Mapping[str, bytes]) 
         return []
     if answer.is_refused:
         raise ClusterUnavailable(f"Secret {name}", answer.message)
-    return [f"made Secret {namespace}/{name}: {', '.join(sorted(data))}"]
+    return [f"created Secret {namespace}/{name}: {', '.join(sorted(data))}"]
 
 
 async def _install(namespace: str, release: str) -> list[str]:
@@ -69,7 +69,7 @@ async def _install(namespace: str, release: str) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m rlhfspec.operator.keys", description=__doc__)
-    parser.add_argument("--namespace", required=True, help="of the release")
+    parser.add_argument("--namespace", required=True, help="namespace of the release")
     parser.add_argument("--release", required=True, help="prefix of the Secrets' names")
     asked = parser.parse_args()
     try:

@@ -28,39 +28,37 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.reconcile_seconds = Histogram(
             "rlhfspec_operator_reconcile_seconds",
-            "One look at one job, its writes included.",
+            "Duration of one reconcile of one job, writes included.",
             registry=self.registry,
             buckets=BUCKETS,
         )
         self.decide_seconds = Histogram(
             "rlhfspec_operator_decide_cpu_seconds",
-            "CPU time of one decision: what a look costs but for its writes.",
+            "CPU time of one decision, which is a reconcile without its writes.",
             registry=self.registry,
             buckets=BUCKETS,
         )
         self.waited_seconds = Histogram(
             "rlhfspec_operator_queue_seconds",
-            "How long a job that was due waited for its look.",
+            "Time that a due job waited for its reconcile.",
             registry=self.registry,
             buckets=BUCKETS,
         )
-        self.failed = Counter(
-            "rlhfspec_operator_reconcile_failures", "Looks that were not finished.", registry=self.registry
-        )
+        self.failed = Counter("rlhfspec_operator_reconcile_failures", "Reconciles that failed.", registry=self.registry)
         self._unfinished = Counter(
             "rlhfspec_operator_leftovers_failures",
-            "Looks after what runs leave in NATS or Redis that were not finished.",
+            "Failed passes over the resources of runs in NATS or Redis.",
             ["server"],
             registry=self.registry,
         )
         for server in ("NATS", "Redis"):
             self._unfinished.labels(server)
         self._writes = Counter(
-            "rlhfspec_operator_api_writes", "Writes that the API server took.", ["verb", "kind"], registry=self.registry
+            "rlhfspec_operator_api_writes", "Writes to the API server.", ["verb", "kind"], registry=self.registry
         )
-        self._queue = Gauge("rlhfspec_operator_queue_length", "Jobs that are due for a look.", registry=self.registry)
-        self._jobs = Gauge("rlhfspec_operator_jobs", "Jobs that the operator knows.", registry=self.registry)
-        self._leader = Gauge("rlhfspec_operator_leader", "1: this replica acts.", registry=self.registry)
+        self._queue = Gauge("rlhfspec_operator_queue_length", "Jobs due for a reconcile.", registry=self.registry)
+        self._jobs = Gauge("rlhfspec_operator_jobs", "Jobs known to the operator.", registry=self.registry)
+        self._leader = Gauge("rlhfspec_operator_leader", "1 if this replica is the leader.", registry=self.registry)
 
     def wrote(self, verb: str, kind: str) -> None:
         self._writes.labels(verb, kind).inc()
@@ -99,7 +97,7 @@ class _MadeWhenRead(Collector):
 def _restarts(workers: Iterable[Restarted]) -> Metric:
     """Return restart counters under the name that the local supervisor uses."""
     labels = ("namespace", "rlhfjob", "stage", "worker")
-    family = CounterMetricFamily("rlhfspec_restarts", "Times that a worker was started again.", labels=labels)
+    family = CounterMetricFamily("rlhfspec_restarts", "Restarts of a worker.", labels=labels)
     for each in workers:
         family.add_metric((each.namespace, each.job, each.role, str(each.worker)), each.restarts)
     return family
@@ -108,7 +106,7 @@ def _restarts(workers: Iterable[Restarted]) -> Metric:
 def _unwatched(problems: Mapping[str, str]) -> Metric:
     family = GaugeMetricFamily(
         "rlhfspec_operator_namespace_unwatched",
-        "1: jobs of this namespace (empty: of all) cannot be watched; the log says why.",
+        "1 if jobs of this namespace (empty: all namespaces) cannot be watched; see the log.",
         labels=("job_namespace",),
     )
     for namespace, problem in problems.items():

@@ -8,7 +8,7 @@ The token must belong to a live control pod that the operator made for the job.
 | 401 | no token, or invalid for the audience |
 | 403 | token of another pod |
 | 404 | unknown job |
-| 413 | more than _MOST_BYTES |
+| 413 | more than _MAX_REPORT_BYTES |
 | 422 | invalid report |
 | 429 | more often than every LEAST_SECONDS |
 | 503 | not the leader, or no answer of the API server |
@@ -34,7 +34,7 @@ from rlhfspec.operator.deciding.memory import uids_made
 from rlhfspec.operator.looking.cache import Cache
 from rlhfspec.operator.looking.queue import Key
 
-_MOST_BYTES = 256 * 1024
+_MAX_REPORT_BYTES = 256 * 1024
 LEAST_SECONDS = 0.5
 KNOWN_SECONDS = 60.0  # cache time of a valid token
 NOT_ASKED_SECONDS = 10.0  # cache time of an invalid one: its pod may be too new
@@ -69,14 +69,14 @@ class Reports:
         self._last: dict[Key, float] = {}
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=_MOST_BYTES)
+        app = web.Application(client_max_size=_MAX_REPORT_BYTES)
         app.add_routes([web.post(names.report_path("{namespace}", "{job}"), self._post)])
         return app
 
     async def _post(self, request: web.Request) -> web.Response:
         key = (request.match_info["namespace"], request.match_info["job"])
         if not self._is_acting():
-            return _no(503, "another replica of the operator acts")
+            return _no(503, "another replica of the operator is the leader")
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not token:
             return _no(401, "a report needs the token of a control pod: Authorization: Bearer TOKEN")
@@ -89,16 +89,16 @@ class Reports:
         if self._cache.job(key) is None:
             return _no(404, f"there is no {names.KIND} {'/'.join(key)}")
         if not self._is_control(caller, key):
-            return _no(403, f"{caller.namespace}/{caller.pod} is no control of {'/'.join(key)}")
+            return _no(403, f"{caller.namespace}/{caller.pod} is not the control pod of {'/'.join(key)}")
         if self._now() - self._last.get(key, float("-inf")) < LEAST_SECONDS:
-            return _no(429, f"a job reports every {LEAST_SECONDS} s at most")
+            return _no(429, f"a job may report at most once every {LEAST_SECONDS} s")
         return await self._take(request, key)
 
     async def _take(self, request: web.Request, key: Key) -> web.Response:
         try:
             report = Report.model_validate_json(await request.read())
         except web.HTTPRequestEntityTooLarge:
-            return _no(413, f"a report is {_MOST_BYTES} bytes at most")
+            return _no(413, f"a report may have at most {_MAX_REPORT_BYTES} bytes")
         except ValidationError as error:
             first, *_ = error.errors(include_url=False, include_input=False)
             return _no(422, f"{'.'.join(map(str, first['loc'])) or 'report'}: {first['msg']}")

@@ -42,7 +42,7 @@ from rlhfspec.operator.web import health_app, served, tls_of
 from rlhfspec.stage.tasks import ended
 
 WORKERS = 4  # concurrent reconciles; more do not start jobs sooner
-_RETRY_SECONDS = 1.0
+_CLUSTER_RETRY_SECONDS = 1.0
 LOG = logging.getLogger(__name__)
 
 
@@ -164,7 +164,7 @@ class Operator:
                 return await what()
             except (ClusterUnavailable, LeadershipLost) as error:
                 LOG.warning("%s", error)
-                await asyncio.sleep(_RETRY_SECONDS)
+                await asyncio.sleep(_CLUSTER_RETRY_SECONDS)
 
     async def _label_leader(self) -> None:
         """Move the leader label to this replica's pod."""

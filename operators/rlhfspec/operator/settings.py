@@ -37,12 +37,12 @@ class ImageNames(SettingsPart):
 
 
 class OperatorFile(SettingsPart):
-    release: str = Field(description="Prefix of the names of everything of the release, such as of its Lease.")
-    namespace: str = Field(description="Of the release.")
+    release: str = Field(description="Prefix of all object names of the release, such as its Lease.")
+    namespace: str = Field(description="Namespace of the release.")
     scope: Literal["cluster", "namespaced"] = "namespaced"
-    namespace_label: str = Field("rlhfspec.io/jobs=enabled", description="Where jobs are looked for in scope cluster.")
-    namespace_kit: tuple[dict[str, Any], ...] = Field((), description="Objects that are made in each such namespace.")
-    job_namespaces: tuple[str, ...] = Field((), description="Where jobs are looked for; none: the release's own.")
+    namespace_label: str = Field("rlhfspec.io/jobs=enabled", description="Label of job namespaces, in scope cluster.")
+    namespace_kit: tuple[dict[str, Any], ...] = Field((), description="Objects to create in each such namespace.")
+    job_namespaces: tuple[str, ...] = Field((), description="Namespaces with jobs; empty: the release's own.")
     images: ImageNames
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
     image_pull_secrets: tuple[str, ...] = ()
@@ -51,17 +51,17 @@ class OperatorFile(SettingsPart):
     redis_url: str | None = None
     report_url: str
     otlp_endpoint: str | None = None
-    resources: dict[str, dict[str, Any]] = Field({}, description="Requests and limits by role; a job may name others.")
-    shared_memory: str = Field("1Gi", description="Of /dev/shm in every pod.")
+    resources: dict[str, dict[str, Any]] = Field({}, description="Requests and limits by role; jobs may override them.")
+    shared_memory: str = Field("1Gi", description="Size of /dev/shm in every pod.")
     gpu_resources: tuple[str, ...] = ("nvidia.com/gpu",)
-    pod_template: dict[Literal["metadata", "spec"], dict[str, Any]] = Field({}, description="Of every job's pods.")
-    priority_classes: dict[Role, str] = Field({}, description="Of roles of a job that names none.")
-    chooses_user: bool = Field(True, description="False: the cluster chooses user and groups of pods.")
+    pod_template: dict[Literal["metadata", "spec"], dict[str, Any]] = Field({}, description="Template of all job pods.")
+    priority_classes: dict[Role, str] = Field({}, description="Defaults by role.")
+    chooses_user: bool = Field(True, description="If false, the cluster chooses user and groups of pods.")
     coscheduler: str = "scheduler-plugins-scheduler"
-    kueue: bool = Field(False, description="Jobs may wait in queues of Kueue, whose Workloads are watched then.")
-    network_policies: bool = Field(False, description="Make a job's own, beside the chart's.")
-    allowed: Allowed = Field(Allowed(), description="What jobs may set in their pods.")
-    max_workers: int = Field(1000, ge=1, le=5000, description="Pods of one job; one that asks for more is refused.")
+    kueue: bool = Field(False, description="Jobs may wait in queues of Kueue; its Workloads are watched.")
+    network_policies: bool = Field(False, description="Create policies of each job, beside the chart's.")
+    allowed: Allowed = Field(Allowed(), description="Pod fields that jobs may set.")
+    max_workers: int = Field(1000, ge=1, le=5000, description="Maximum pods per job; a larger job is refused.")
 
     @model_validator(mode="before")
     @classmethod

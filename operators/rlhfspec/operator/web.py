@@ -13,7 +13,7 @@ from rlhfspec.errors import InvalidRequest
 from rlhfspec.operator.metrics import Metrics
 
 _CERTIFICATE, KEY = "tls.crt", "tls.key"  # in the Secret RELEASE-operator-tls
-_CLOSE_SECONDS = 2.0
+_SHUTDOWN_SECONDS = 2.0
 
 
 def health_app(metrics: Metrics, problem: Callable[[], str]) -> web.Application:
@@ -39,7 +39,7 @@ def tls_of(folder: Path) -> ssl.SSLContext:
     try:
         context.load_cert_chain(folder / _CERTIFICATE, folder / KEY)
     except (OSError, ssl.SSLError) as error:
-        problem = f"cannot be read: {_CERTIFICATE} and {KEY} ({error})"
+        problem = f"{_CERTIFICATE} and {KEY} cannot be read: {error}"
         raise InvalidRequest("--tls", str(folder), problem) from None
     return context
 
@@ -47,7 +47,7 @@ def tls_of(folder: Path) -> ssl.SSLContext:
 @asynccontextmanager
 async def served(app: web.Application, host: str, port: int, tls: ssl.SSLContext | None = None) -> AsyncIterator[int]:
     """Serve an app inside the block and yield its port."""
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=_CLOSE_SECONDS)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS)
     await runner.setup()
     try:
         site = web.TCPSite(runner, host, port, ssl_context=tls)

@@ -12,25 +12,25 @@ from rlhfspec.plugin.pods import is_running, name_of, node_of, worker_of
 if TYPE_CHECKING:
     from rlhfspec.plugin.cluster import Cluster
 
-_LOOK_SECONDS = 1.0
+_POLL_DRAIN_SECONDS = 1.0
 
 
 def suspend(cluster: Cluster, job: str, *, is_on: bool) -> str:
     found = cluster.job(job)
     if is_on and (found.get("status") or {}).get("phase") == "Succeeded":
-        return f"{job}: has Succeeded, there is nothing to suspend"
+        return f"{job}: has already succeeded; there is nothing to suspend"
     old = bool(found["spec"].get("suspend"))
     if old == is_on:
-        return f"{job}: suspend is {str(is_on).lower()} already"
+        return f"{job}: suspend is already {str(is_on).lower()}"
     cluster.change_job(job, {"spec": {"suspend": is_on}})
     return f"{job}: " + (
-        "ends its step, writes a checkpoint and frees everything" if is_on else "goes on from its checkpoint"
+        "finishes its step, writes a checkpoint and deletes its pods" if is_on else "continues from its checkpoint"
     )
 
 
 def to_drain(cluster: Cluster, job: str, worker: str | None, node: str | None) -> list[dict[str, Any]]:
     if (worker is None) == (node is None):
-        raise InvalidRequest("drain", worker, "name a worker, such as generator-1, or a --node")
+        raise InvalidRequest("drain", worker, "needs either a worker, such as generator-1, or --node")
     cluster.job(job)
     running = [pod for pod in cluster.pods(job) if is_running(pod)]
     if worker is not None:
@@ -43,7 +43,7 @@ def to_drain(cluster: Cluster, job: str, worker: str | None, node: str | None) -
     chosen = [pod for pod in running if node_of(pod) == node]
     if not chosen:
         nodes = sorted({node_of(pod) for pod in running})
-        raise InvalidRequest("--node", node, f"no pod of {job} runs there; its nodes: {', '.join(nodes) or 'none'}")
+        raise InvalidRequest("--node", node, f"no pod of {job} runs on it; its nodes: {', '.join(nodes) or 'none'}")
     return chosen
 
 
@@ -72,7 +72,7 @@ def drain(
             still = ", ".join(sorted(waited_for))
             raise ClusterUnavailable("drain", f"still there after {timeout_seconds:g} s: {still}")
         if waited_for:
-            sleep(_LOOK_SECONDS)
+            sleep(_POLL_DRAIN_SECONDS)
 
 
 def _has_work(pod: dict[str, Any]) -> bool:

@@ -62,7 +62,7 @@ class Cluster:
             return self._asked(f"rlhfjob {name}", self._api.get(JOB_VERSION, names.KIND, self.namespace, name))
         except _Missing:
             there = [job["metadata"]["name"] for job in self.jobs()]
-            problem = f"there is no such job in namespace {self.namespace}"
+            problem = f"does not exist in namespace {self.namespace}"
             raise InvalidRequest("JOB", name, problem + (did_you_mean(name, there) or _listed(there))) from None
 
     def change_job(self, name: str, patch: Json) -> Json:
@@ -111,7 +111,7 @@ class Cluster:
         """Return a kubectl command line for the same cluster and namespace."""
         program = shutil.which("kubectl")
         if program is None:
-            raise InvalidRequest("kubectl", None, "is not on the PATH; commands that run something in a pod need it")
+            raise InvalidRequest("kubectl", None, "is not on the PATH, and this command needs it")
         where = self._where
         options = ["--namespace", self.namespace]
         options += ["--context", where.context] if where.context else []
@@ -133,10 +133,10 @@ class Cluster:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_EXEC_SECONDS)
         except subprocess.TimeoutExpired:
-            raise ClusterUnavailable(f"a look at {job}", f"no answer within {_EXEC_SECONDS:g} s") from None
+            raise ClusterUnavailable(f"the state of {job}", f"no answer within {_EXEC_SECONDS:g} s") from None
         if done.returncode:
             said = [line for line in done.stderr.splitlines() if line and "command terminated" not in line]
-            raise ClusterUnavailable(f"a look at {job}", said[-1] if said else f"exit code {done.returncode}")
+            raise ClusterUnavailable(f"the state of {job}", said[-1] if said else f"exit code {done.returncode}")
         return json.loads(done.stdout)
 
     def _control(self, job: str) -> str:
@@ -144,7 +144,7 @@ class Cluster:
         for pod in self.pods(job, names.CONTROL):
             if is_running(pod):
                 return name_of(pod)
-        raise InvalidRequest("JOB", job, f"its control does not run: the job is {phase}")
+        raise InvalidRequest("JOB", job, f"its control pod is not running: the job is {phase}")
 
     def _asked(self, asked: str, call: Awaitable[ApiResponse]) -> Json:
         try:
@@ -204,7 +204,7 @@ class _Missing(ClusterUnavailable):
 
 def _refusal(asked: str, said: str, *, is_missing: bool = False) -> ClusterUnavailable:
     if names.PLURAL[:-1] in asked and any(each in said for each in _NO_SUCH_KIND):
-        return ClusterUnavailable(asked, "it knows no RLHFJob: install the chart first")
+        return ClusterUnavailable(asked, "there is no kind RLHFJob: install the chart first")
     return _Missing(asked, said) if is_missing else ClusterUnavailable(asked, said)
 
 
@@ -216,4 +216,4 @@ def _order(pod: Json) -> tuple[int, int]:
 
 
 def _listed(there: list[str]) -> str:
-    return f"; there are {', '.join(sorted(there)[:10])}" if there else "; there is none at all"
+    return f"; existing jobs: {', '.join(sorted(there)[:10])}" if there else "; there are no jobs"

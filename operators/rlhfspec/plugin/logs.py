@@ -28,9 +28,9 @@ from rlhfspec.plugin.pods import name_of, worker_of
 if TYPE_CHECKING:
     from rlhfspec.plugin.cluster import Cluster
 
-_LOOK_SECONDS = 2.0  # interval of the search for new pods
-_ENDED = ("Succeeded", "Failed")
-_COLOURS = {"warning": "yellow", "error": "red", "critical": "red"}
+_POLL_PODS_SECONDS = 2.0  # interval of the search for new pods
+_ENDED_PHASES = ("Succeeded", "Failed")
+_LEVEL_COLOURS = {"warning": "yellow", "error": "red", "critical": "red"}
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -55,7 +55,7 @@ class Line:
         seconds, _, fraction = clock.partition(".")
         text = Text(shown(f"{seconds}.{fraction[:3]:0<3}  {self.worker:<12}  "))
         said = f"{self.level:<7}  {self.message}" if self.level else self.message
-        text.append(shown(said), style=_COLOURS.get(self.level))
+        text.append(shown(said), style=_LEVEL_COLOURS.get(self.level))
         return text.append(shown(f"  [{self.sample}]"), style="dim") if self.sample else text
 
 
@@ -101,7 +101,7 @@ def followed(cluster: Cluster, job: str, *, role: str | None = None, sample: str
     told: queue.SimpleQueue[Line | None] = queue.SimpleQueue()
     threads: dict[str, threading.Thread] = {}  # by pod uid
     while True:
-        is_over = (cluster.job(job).get("status") or {}).get("phase") in _ENDED
+        is_over = (cluster.job(job).get("status") or {}).get("phase") in _ENDED_PHASES
         for pod in cluster.pods(job, role):
             if _has_log(pod) and (uid := pod["metadata"]["uid"]) not in threads:
                 words = (cluster, name_of(pod), worker_of(pod), told)
@@ -115,7 +115,7 @@ def followed(cluster: Cluster, job: str, *, role: str | None = None, sample: str
 def _until_quiet(told: queue.SimpleQueue[Line | None], sample: str | None) -> Iterator[Line]:
     while True:
         try:
-            line = told.get(timeout=_LOOK_SECONDS)
+            line = told.get(timeout=_POLL_PODS_SECONDS)
         except queue.Empty:
             return
         if line is None:

@@ -85,10 +85,10 @@ def logs(
             is_silent = False
         if is_silent and sample:
             no_trace = f", and there is no trace: {no_trace}" if no_trace else ""
-            raise InvalidRequest("--sample", sample, f"no log speaks of it{no_trace}")
+            raise InvalidRequest("--sample", sample, f"no log line mentions it{no_trace}")
         if is_silent:
             phase = (cluster.job(job).get("status") or {}).get("phase", "Pending")
-            raise InvalidRequest("JOB", job, f"no pod of it has a log: the job is {phase}")
+            raise InvalidRequest("JOB", job, f"none of its pods has a log: the job is {phase}")
 
 
 @app.command()

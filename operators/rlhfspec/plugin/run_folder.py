@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 HELPER_SECONDS = 3600  # lifetime if nothing removes it
-_START_SECONDS = 120.0
+_HELPER_START_SECONDS = 120.0
 _USER = 65532  # as the job's pods
 
 
 def fetch(cluster: Cluster, job: str, folder: Path, *, claim: str | None, image: str | None) -> int:
     """Copy the run folder into an empty folder and return the number of files."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InvalidRequest("DIR", str(folder), "is there already and not empty")
+        raise InvalidRequest("DIR", str(folder), "already exists and is not an empty folder")
     found = cluster.job(job)
     remote = ((found.get("status") or {}).get("run") or {}).get("folder")
     if not remote:
-        raise InvalidRequest("JOB", job, "it has not begun: there is no run folder yet")
+        raise InvalidRequest("JOB", job, "it has not started: there is no run folder yet")
     pods = cluster.pods(job)
     storage = found["spec"].get("storage") or {}
     uri = storage.get("uri")
@@ -41,7 +41,7 @@ def fetch(cluster: Cluster, job: str, folder: Path, *, claim: str | None, image:
         return _copy(cluster, name_of(running), remote, folder)
     claim = None if uri else claim or storage.get("claim") or _first(_claim_of, pods)
     if not uri and not claim:
-        raise InvalidRequest("--claim", None, "no pod of the job is left that says which claim holds the folder")
+        raise InvalidRequest("--claim", None, "must name the claim of the run folder, as no pod of the job is left")
     with _helper(cluster, found, pods, claim, image) as pod:
         if uri:
             _fetch(cluster, pod, uri, remote)
@@ -54,7 +54,7 @@ def _fetch(cluster: Cluster, pod: str, uri: str, remote: str) -> None:
     done = subprocess.run(cluster.exec(pod, *program), capture_output=True, text=True)
     if done.returncode:
         said = [line for line in (done.stderr or done.stdout).splitlines() if line]
-        raise ClusterUnavailable(f"{remote} of {uri}", next(iter(said), "nothing came"))
+        raise ClusterUnavailable(f"{remote} of {uri}", next(iter(said), "no data received"))
 
 
 def _copy(cluster: Cluster, pod: str, remote: str, folder: Path) -> int:
@@ -70,7 +70,7 @@ def _copy(cluster: Cluster, pod: str, remote: str, folder: Path) -> int:
     # tar ends with 1 when a file changed while it was read, as in a running job.
     has_failed = copying.returncode > 1 or (copying.returncode and not any("file changed" in line for line in said))
     if has_failed or not num_files:
-        raise ClusterUnavailable(f"{remote} of {pod}", next(iter(said), "nothing came"))
+        raise ClusterUnavailable(f"{remote} of {pod}", next(iter(said), "no data received"))
     return num_files
 
 
@@ -88,7 +88,7 @@ def _unpack(stream: IO[bytes], folder: Path) -> int:
 def _helper(cluster: Cluster, job: Json, pods: list[Json], claim: str | None, image: str | None) -> Iterator[str]:
     image = image or _first(_image_of, pods)
     if not image:
-        raise InvalidRequest("--image", None, "no pod of the job is left to take the image of; any with tar will do")
+        raise InvalidRequest("--image", None, "must name an image with tar, as no pod of the job is left")
     name = f"{name_of(job)}-get-run-{secrets.token_hex(2)}"
     secret = (job["spec"].get("storage") or {}).get("secret")
     cluster.create_pod(helper_pod(name, cluster.namespace, claim, image, secret=secret))
@@ -147,9 +147,9 @@ def _wait_until_running(cluster: Cluster, name: str) -> None:
         if pod is not None and is_running(pod):
             return
         state = state_of(pod) if pod is not None else None
-        if time.monotonic() - began > _START_SECONDS:
-            why = f"{state.word} {state.detail}" if state else "it is gone"
-            raise ClusterUnavailable(f"a start of {name}", f"not running after {_START_SECONDS:g} s: {why}")
+        if time.monotonic() - began > _HELPER_START_SECONDS:
+            why = f"{state.word} {state.detail}" if state else "the pod is gone"
+            raise ClusterUnavailable(f"a start of {name}", f"not running after {_HELPER_START_SECONDS:g} s: {why}")
         time.sleep(0.5)
 
 

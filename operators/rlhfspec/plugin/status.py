@@ -12,7 +12,7 @@ from rlhfspec.plugin.output import shown
 from rlhfspec.plugin.pods import age, condition_of, duration, name_of, node_of, role_of, state_of, worker_of
 
 Json = dict[str, Any]
-_COLOURS = {
+_PHASE_COLOURS = {
     "Running": "green", "Succeeded": "green", "Failed": "red", "Suspended": "yellow", "Suspending": "yellow",
 }  # fmt: skip
 
@@ -38,9 +38,9 @@ def tree_of(job: Json, pods: list[Json]) -> Tree:
 
 
 def _head(job: Json, status: Json) -> Text:
-    phase = status.get("phase", "not seen by an operator yet")
+    phase = status.get("phase", "not processed by an operator yet")
     text = Text(name_of(job), style="bold")
-    text.append(shown(f"  {phase}"), style=_COLOURS.get(phase, "cyan"))
+    text.append(shown(f"  {phase}"), style=_PHASE_COLOURS.get(phase, "cyan"))
     if job["spec"].get("suspend"):
         text.append("  suspend: true", style="yellow")
     return text.append(f"  {age(job['metadata'].get('creationTimestamp'))} old", style="dim")
@@ -97,8 +97,8 @@ def _condition(condition: Json) -> Text:
 
 def table_of(seen: Json, pods: list[Json]) -> Table:
     nodes = {worker_of(pod): node_of(pod) for pod in pods}
-    table = Table(caption=None if seen["workers"] else "no worker has said anything yet")
-    for title in ("worker", "node", "does", "strategy"):
+    table = Table(caption=None if seen["workers"] else "no worker has reported yet")
+    for title in ("worker", "node", "activity", "strategy"):
         table.add_column(title)
     for title in ("for", "tokens/s", "runs", "queue", "accepted", "samples"):
         table.add_column(title, justify="right")

@@ -17,7 +17,7 @@ Json = dict[str, Any]
 MOST_PODS, MOST_EVENTS, LOG_LINES = 4, 6, 6
 PROBE_FAILED = "Unhealthy"  # the kubelet's reason
 # Reasons that control reports, with the evidence in its log.
-_REPORTED = ("BrokerUnavailable", "RecordUndeliverable", "RewardFailing", "Stalled", "StorageFull")
+_TROUBLE_REASONS = ("BrokerUnavailable", "RecordUndeliverable", "RewardFailing", "Stalled", "StorageFull")
 _OVER = ("Ready", "Completed", "Terminating")
 
 
@@ -41,7 +41,7 @@ def explanation(cluster: Cluster, job: Json) -> Iterator[str]:
 def _answer(job: Json, status: Json) -> Iterator[str]:
     name, phase = name_of(job), status.get("phase")
     if phase is None:
-        yield f"{name}: no operator has looked at it yet: is one running, and does it watch this namespace?"
+        yield f"{name}: no operator has processed it yet: is one running, and does it watch this namespace?"
         return
     healthy = condition_of(job, "Healthy")
     reason, message = status.get("reason"), status.get("message")
@@ -52,8 +52,8 @@ def _answer(job: Json, status: Json) -> Iterator[str]:
     if reason and phase != "Succeeded":
         yield f"{name} is {phase}: {reason}{since}: {message}"
     else:
-        suspended = " as spec.suspend says; `kubectl rlhf resume` goes on" if phase == "Suspended" else ""
-        yield f"{name} is {phase}{suspended}, {shown}; nothing speaks against it"
+        suspended = " (spec.suspend; `kubectl rlhf resume` continues it)" if phase == "Suspended" else ""
+        yield f"{name} is {phase}{suspended}, {shown}; no problem is known"
     waiting = [f"{role} {counts.get('ready', 0)}/{counts.get('wanted', 0)}" for role, counts in _waited_for(status)]
     if waiting and phase not in ("Succeeded", "Failed", "Suspended"):
         yield f"not ready yet: {', '.join(waiting)}"
@@ -88,7 +88,7 @@ def _events(cluster: Cluster, job: Json, pods: list[Json]) -> Iterator[str]:
 
 def _named_in(status: Json, pods: list[Json]) -> list[Json]:
     message = str(status.get("message", ""))
-    of_control = [pod for pod in pods if role_of(pod) == CONTROL and status.get("reason") in _REPORTED]
+    of_control = [pod for pod in pods if role_of(pod) == CONTROL and status.get("reason") in _TROUBLE_REASONS]
     return of_control + [pod for pod in pods if name_of(pod) in message or worker_of(pod) in message]
 
 

@@ -14,8 +14,7 @@ _GROUP = "rlhfspec.commands"
 BENCH = {
     "bench": "Benchmarks of generation, training steps and moves.",
     "models": "Check which models run bit-exactly, and why others are refused.",
-    "simulate": "Simulate one generating stage of a job: which policy would end it when, and how far that is from the "
-    "best.",
+    "simulate": "Simulate the generation stage of a job: when each policy would finish it, compared with the optimum.",
 }
 
 

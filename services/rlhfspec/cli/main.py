@@ -15,7 +15,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # StatusLine shows p
 
 app = typer.Typer(
     cls=WithCommandsBeside,
-    help="RLHF post-training, fast where it hurts: lossless tree speculation that chooses its own strategy.",
+    help="RLHF post-training with lossless tree speculation that adapts its strategy.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -13,9 +13,9 @@ from rlhfspec.cli.signals import FAILED
 from rlhfspec.errors import InvalidRequest, RLHFSpecError
 
 LIMITS = {
-    errno.EAGAIN: "a limit on processes and threads: ulimit -u, or the container's",
-    errno.EMFILE: "the limit on open files: ulimit -n",
-    errno.ENOMEM: "memory ran out, or a limit on it: ulimit -v, or the container's",
+    errno.EAGAIN: "too many processes or threads: raise ulimit -u or the pids limit",
+    errno.EMFILE: "limit on open files: raise ulimit -n",
+    errno.ENOMEM: "out of memory: raise ulimit -v or the container's limit",
 }
 
 
@@ -40,7 +40,7 @@ def said_of(error: OSError) -> str:
     """Return the error's message with its file, and the system limit behind it.
 
     >>> said_of(BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"))
-    "Resource temporarily unavailable (a limit on processes and threads: ulimit -u, or the container's)"
+    "Resource temporarily unavailable (too many processes or threads: raise ulimit -u or the pids limit)"
     """
     place = f"{error.filename}: " if error.filename is not None else ""
     limit = f" ({LIMITS[error.errno]})" if error.errno in LIMITS else ""

@@ -11,12 +11,12 @@ from rlhfspec.cluster.names import TOKEN_FILE
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m rlhfspec.control",
-        description="Opens a run on the broker, looks on, and reports to the operator. SIGTERM asks it to leave. Exit "
-        "codes: 0 left, 75 a server cannot be reached, 78 the same will happen again, 1 any other error.",
+        description="Observe a run and report it to the operator until SIGTERM. Exit codes: 0 stopped by SIGTERM, 75 a "
+        "server cannot be reached, 78 a restart would fail again, 1 any other error.",
     )
     parser.add_argument("--connections", type=Path, required=True, metavar="FILE", help="connections.json")
     parser.add_argument(
-        "--token", type=Path, default=Path(TOKEN_FILE), metavar="FILE", help=f"for reports [default: {TOKEN_FILE}]"
+        "--token", type=Path, default=Path(TOKEN_FILE), metavar="FILE", help=f"report token [default: {TOKEN_FILE}]"
     )
     arguments = parser.parse_args()
     from rlhfspec.messages.access.connections import Connections

@@ -24,11 +24,11 @@ from rlhfspec.stage.bus import Bus
 from rlhfspec.stage.dead_letters import undeliverable
 from rlhfspec.stage.vitals import Vitals
 
-_LOOK_SECONDS = 0.1
+_OBSERVE_SECONDS = 0.1
 FOLDER_SECONDS, STORE_SECONDS = (1.0, 5.0)  # between two listings of checkpoints, which cost money in an object store
 FOLDER_DEADLINE_SECONDS = 600.0  # hanging storage must not end the process
 ASK_SECONDS, _ANSWER_SECONDS = 1.0, 2.0
-_STEP = re.compile(r"step-(\d+)")
+_STEP_FOLDER = re.compile(r"step-(\d+)")
 log = logging.getLogger("rlhfspec.stage")
 
 
@@ -70,7 +70,7 @@ class Looking(Service):
             await self._hear_letters(letters)
             await self._hear_infos(infos)
             await self._look_at_folder()
-            await self.pause("something said", _LOOK_SECONDS)
+            await self.pause("records", _OBSERVE_SECONDS)
 
     async def _hear_letters(self, letters: Subscription) -> None:
         for message in await letters.pull(64, 0.0):
@@ -82,7 +82,7 @@ class Looking(Service):
             try:
                 info = decode(message.data)
             except MalformedRecord as error:
-                log.warning("no dataset's info: %s", error)
+                log.warning("ignored a malformed dataset info: %s", error)
                 continue
             if isinstance(info, DatasetInfo):
                 self._knowledge.read(info)
@@ -96,14 +96,14 @@ class Looking(Service):
                 try:
                     self._knowledge.kept(await self.in_thread(self._last_checkpoint))
                 except StorageError as error:
-                    log.warning("which checkpoints there are is not known: %s", error)
+                    log.warning("the checkpoints cannot be listed: %s", error)
 
 
 def _take(take: Callable[[Any], None], record: Any) -> None:
     try:
         take(record)
     except InvalidRequest as error:
-        log.warning("left aside: %s", error)
+        log.warning("ignored a record: %s", error)
 
 
 def steps_of(folder: RunFolder) -> list[StepMetrics]:
@@ -121,7 +121,7 @@ def last_checkpoint(folder: RunFolder) -> int:
         names = [entry.name for entry in folder.checkpoints.iterdir()]
     except OSError:
         return 0
-    return max((int(found[1]) for name in names if (found := _STEP.fullmatch(name))), default=0)
+    return max((int(found[1]) for name in names if (found := _STEP_FOLDER.fullmatch(name))), default=0)
 
 
 def view_of(job: RLHFJob, console: Console, *, shown: bool) -> View:
@@ -149,4 +149,4 @@ class BrokerWatch(Service):
             elif not was_away:
                 was_away = True
                 log.warning("the broker does not answer")
-            await self.pause("its next question to the broker", ASK_SECONDS)
+            await self.pause("the next ping of the broker", ASK_SECONDS)

@@ -16,10 +16,10 @@ from rlhfspec.messages.transport.clock import Clock
 from rlhfspec.stage.base import Service
 from rlhfspec.stage.vitals import Vitals
 
-_LOOK_SECONDS = 0.25
+_REPORT_CHECK_SECONDS = 0.25
 AT_MOST_EVERY_SECONDS = 1.0
 LONGEST_REPORT_WAIT_SECONDS = 10.0  # longest backoff after failed reports
-_DEADLINE_SECONDS = 60.0
+_REPORT_DEADLINE_SECONDS = 60.0
 TIMEOUT_SECONDS = 5.0
 MOST_SHOWN = 200  # bytes of an answer
 log = logging.getLogger("rlhfspec.stage")
@@ -38,7 +38,7 @@ class Endpoint:
     def __init__(self, url: str, authority: Path, token_file: Path) -> None:
         parts = urlsplit(url)
         if parts.scheme != "https" or parts.hostname is None:
-            raise InvalidRequest("report_url", url, "must be an https:// URL: a token is sent along")
+            raise InvalidRequest("report_url", url, "must be an https:// URL, because a token is sent to it")
         self._host, self._port, self._path = parts.hostname, parts.port or 443, parts.path
         self._authority, self._token_file = authority, token_file
 
@@ -120,18 +120,18 @@ class Reporter(Service):
             report = self._look()
             if self._turn.is_due(report, self._clock.now()):
                 await self._tell(report)
-            await self.pause("something to report", _LOOK_SECONDS)
+            await self.pause("something to report", _REPORT_CHECK_SECONDS)
 
     async def _tell(self, report: Report) -> None:
         try:
-            with self.vitals.working("a report to the operator", deadline_seconds=_DEADLINE_SECONDS):
+            with self.vitals.working("sending a report to the operator", deadline_seconds=_REPORT_DEADLINE_SECONDS):
                 await self.in_thread(self._post, report.model_dump_json(exclude_defaults=True).encode())
         except NotTaken as error:
             if self._turn.was_not_taken(self._clock.now()):
-                log.warning("the operator does not take reports: %s; the run goes on without", error)
+                log.warning("the operator does not accept reports: %s; the run continues without", error)
             self._is_away = True
             return
         self._turn.was_taken(report, self._clock.now())
         if self._is_away:
             self._is_away = False
-            log.info("the operator takes reports again")
+            log.info("the operator accepts reports again")

@@ -46,8 +46,8 @@ from rlhfspec.worker.health import LOOPBACK, Health
 from rlhfspec.worker.last_words import IN_A_POD
 from rlhfspec.worker.mirror import Mirror
 
-_RETRY_SECONDS = 1.0
-_LOOK_SECONDS = 0.2  # between two checks for an open run
+_BROKER_RETRY_SECONDS = 1.0
+_POLL_OPEN_RUN_SECONDS = 0.2  # between two checks for an open run
 OPENED_SECONDS = 15.0  # before the warning that the operator has not opened the run
 _GRACE_SECONDS = 5.0
 log = logging.getLogger("rlhfspec.stage")
@@ -154,9 +154,9 @@ class Control:
             if await transport.is_declared(bus.last_declared):
                 return True
             if clock.now() >= tell_at:
-                log.warning("the operator has not made the run's streams in NATS yet; its log says why")
+                log.warning("the operator has not created the run's streams in NATS yet; see its log")
                 tell_at = float("inf")
-            await service.pause("the operator, to make the run's streams", _LOOK_SECONDS)
+            await service.pause("the operator to create the run's streams", _POLL_OPEN_RUN_SECONDS)
         return False
 
     async def _connected(self, service: Service) -> NatsTransport | None:
@@ -169,9 +169,9 @@ class Control:
                 )
             except TransportUnavailable as error:
                 if not is_told:
-                    log.warning("%s; it is tried until it is there", error)
+                    log.warning("%s; retrying until it is reachable", error)
                 is_told = True
-            await service.pause("the broker", _RETRY_SECONDS)
+            await service.pause("the broker", _BROKER_RETRY_SECONDS)
         return None
 
 

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from rlhfspec.runs.live.live import LiveView
 
 SHOW_SECONDS = 0.5
-_READ_SECONDS = 60.0  # an output that takes nothing for this long has no reader
+_NO_READER_SECONDS = 60.0  # an output that takes nothing for this long has no reader
 OF_SAMPLES = ("sample_ids", "num_generated", "num_held")  # fields of a load, replaced by the number of samples
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m rlhfspec.control.show", description="A run as it is now.")
+    parser = argparse.ArgumentParser(prog="python -m rlhfspec.control.show", description="Show the state of a run.")
     parser.add_argument("--connections", type=Path, default=Path(CONNECTIONS_FILE), metavar="FILE")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="one JSON document (the default)")
@@ -107,7 +107,7 @@ async def _look(connections: Connections) -> LiveView:
     from rlhfspec.runs.live.live import read_live
 
     if connections.redis_url is None:
-        raise InvalidRequest("redis_url", None, "this run has no Redis, which tells of its processes")
+        raise InvalidRequest("redis_url", None, "must be set, because the state of processes is read from Redis")
     return await read_live(connections.redis_url, connections.uid, credentials=connections.credentials)
 
 
@@ -160,7 +160,7 @@ async def _end_when_nobody_reads(stop: asyncio.Event) -> None:
             await asyncio.wait_for(stop.wait(), SHOW_SECONDS)
         if select.select([], [sys.stdout], [], 0.0)[1]:
             read_at = time.monotonic()
-        elif time.monotonic() - read_at > _READ_SECONDS:
+        elif time.monotonic() - read_at > _NO_READER_SECONDS:
             os._exit(exits.DONE)
 
 

@@ -20,8 +20,8 @@ from rlhfspec.stage.vitals import WorkerState
 from rlhfspec.worker.exits import is_about_full_disk
 
 LASTING_SECONDS = 2.0  # a call that succeeds on retry is no trouble
-_MOST_CHARACTERS = 1000
-_MOST_NAMED = 8
+_MAX_EVIDENCE_CHARACTERS = 1000
+_MAX_LISTED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def stalled(
     if waiting and len(waiting) == len(there) and quiet_seconds > stall_seconds:
         ordered = sorted(waiting, key=lambda state: -state.since_seconds)
         waits = _listed([f"{state.name} for {state.what}{_from(state)}" for state in ordered])
-        told.append(f"no worker has worked for {stall_seconds:.0f} s; there wait {waits}")
+        told.append(f"no worker has worked for {stall_seconds:.0f} s; waiting: {waits}")
     named = [f"{each.stage}-{each.worker}" for each in late] + [f"{each.stage}-{each.worker}" for each in silent]
     return [_told("Stalled", _listed(told), named)] if told else []
 
@@ -85,16 +85,16 @@ def _from(state: ProcessState) -> str:
 
 
 def _listed(told: Sequence[str]) -> str:
-    """Join messages, at most _MOST_NAMED of them.
+    """Join messages, at most _MAX_LISTED of them.
 
     >>> _listed(["a", "b"]), _listed([str(number) for number in range(10)])
     ('a; b', '0; 1; 2; 3; 4; 5; 6; 7; and 2 more')
     """
-    more = [f"and {len(told) - _MOST_NAMED} more"] if len(told) > _MOST_NAMED else []
-    return "; ".join([*told[:_MOST_NAMED], *more])
+    more = [f"and {len(told) - _MAX_LISTED} more"] if len(told) > _MAX_LISTED else []
+    return "; ".join([*told[:_MAX_LISTED], *more])
 
 
 def _told(reason: str, message: str, workers: Iterable[str] = ()) -> TroubleEvidence:
     line = " ".join(without_secrets(message).split())
-    trouble = Trouble.model_validate({"reason": reason, "workers": tuple(dict.fromkeys(workers))[:_MOST_NAMED]})
-    return TroubleEvidence(trouble, line[:_MOST_CHARACTERS])
+    trouble = Trouble.model_validate({"reason": reason, "workers": tuple(dict.fromkeys(workers))[:_MAX_LISTED]})
+    return TroubleEvidence(trouble, line[:_MAX_EVIDENCE_CHARACTERS])

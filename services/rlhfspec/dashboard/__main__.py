@@ -35,10 +35,10 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m rlhfspec.dashboard",
-        description="The web dashboard of a cluster: read-only, and only for whom the API server lets see jobs.",
+        description="Read-only web dashboard of a cluster. Users see the jobs that the API server lets them see.",
     )
     add = parser.add_argument
-    add("--host", default="", help="address to listen at (default: all)")
+    add("--host", default="", help="address to listen on (default: all)")
     add("--port", type=int, default=names.DASHBOARD_PORT)
     add("--namespace", action="append", default=[], metavar="NAME", help="namespace to show; repeatable (default: all)")
     add("--nats-url", metavar="URL", help="URL of NATS, tls://HOST:PORT; without it there are no live updates")
@@ -69,7 +69,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
         await serve(
             Dashboard(source, ClusterAccess(api)), arguments.host, arguments.port,
             tls=_tls(arguments.tls_cert, arguments.tls_key),
-            ready=lambda port: log.info("listens at port %d", port),
+            ready=lambda port: log.info("listening on port %d", port),
         )  # fmt: skip
 
 
@@ -77,13 +77,13 @@ def _tls(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
     if certificate is None and key is None:
         return None
     if certificate is None or key is None:
-        raise InvalidRequest("--tls-cert", str(certificate), "goes with --tls-key")
+        raise InvalidRequest("--tls-cert", str(certificate), "must be given together with --tls-key")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
         context.load_cert_chain(certificate, key)
     except OSError as error:
-        raise InvalidRequest("--tls-cert", str(certificate), f"is no certificate with its key: {error}") from None
+        raise InvalidRequest("--tls-cert", str(certificate), f"cannot be loaded with --tls-key: {error}") from None
     return context
 
 

@@ -25,8 +25,8 @@ from rlhfspec.errors import ClusterUnavailable, InvalidRequest, RLHFSpecError
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 KEEP_ALIVE_SECONDS = 15.0
-_WRITE_SECONDS = 10.0  # a slower reader is disconnected
-_LIST_SECONDS = 1.0
+_SLOW_READER_SECONDS = 10.0  # a slower reader is disconnected
+_JOB_LIST_SECONDS = 1.0
 _END_SECONDS = 2.0  # for pending responses; streams end at once
 MOST_STREAMS = 500
 MOST_STREAMS_OF_ONE = 20  # per visitor, over all tokens
@@ -112,13 +112,13 @@ class Dashboard:
         site = request.headers.get("Sec-Fetch-Site", "")
         is_link = request.method == "GET" and request.headers.get("Sec-Fetch-Mode") == "navigate"
         if site not in ("same-origin", "none", "") and not (is_link and not request.path.startswith("/api/")):
-            raise web.HTTPForbidden(text="other sites may not ask")
+            raise web.HTTPForbidden(text="requests from other sites are refused")
         origin = request.headers.get("Origin", "null")
         if not site and origin != "null" and origin.partition("://")[2] != request.headers.get("Host"):
-            raise web.HTTPForbidden(text="other sites may not ask")
+            raise web.HTTPForbidden(text="requests from other sites are refused")
         host = request.headers.get("Host", "").rpartition(":")[0] or request.headers.get("Host", "")
         if self._access.is_local and host not in ("127.0.0.1", "localhost", "[::1]"):
-            raise web.HTTPForbidden(text="only this machine may ask: open http://127.0.0.1")
+            raise web.HTTPForbidden(text="requests from other machines are refused: open http://127.0.0.1")
 
     async def _visitor(self, request: web.Request) -> Visitor:
         token = token_of(request.headers, request.cookies.get(_cookie(request), ""))
@@ -131,7 +131,7 @@ class Dashboard:
         visitor = await self._visitor(request)
         key = JobKey(request.match_info["namespace"], request.match_info["name"])
         if not await self._access.may(visitor, key.namespace, what):
-            lacks = "get rlhfjobs" if what == "jobs" else "get pods/log, which texts of samples need"
+            lacks = "get rlhfjobs" if what == "jobs" else "get pods/log (needed to read samples)"
             raise web.HTTPForbidden(text=f"{visitor.name} may not {lacks} in namespace {key.namespace}")
         return visitor, key
 
@@ -203,7 +203,7 @@ class Dashboard:
         _, key = await self._allowed(request, "texts")
         async with self.feeds.of(key) as feed:
             if feed.folder is None:
-                raise InvalidRequest("samples", str(key), "the run's folder cannot be read from here")
+                raise InvalidRequest("samples", str(key), "the dashboard cannot read the run folder")
             samples = feed.folder.samples
             if "step" in request.query:
                 step, skip = _number(request, "step"), _number(request, "skip")
@@ -220,7 +220,7 @@ class Dashboard:
             folder = feed.folder
             found: dict[str, Any] = {"id": id[:300], "owner": feed.live.owner(id), "sample": None, "trace": None}
             if folder is None:
-                found["missing"] = ["the run's folder cannot be read from here"]
+                found["missing"] = ["the dashboard cannot read the run folder"]
             else:
                 found |= await feed.texts.in_thread(folder.everything_of, id)
         return self._answer(request, encoded(found).encode(), "application/json")
@@ -245,7 +245,7 @@ class Dashboard:
 
     async def _look_on(self, visitor: Visitor, events: EventStream) -> None:
         while True:
-            await asyncio.sleep(_LIST_SECONDS)
+            await asyncio.sleep(_JOB_LIST_SECONDS)
             try:
                 events.latest("jobs", await self._visible(visitor))
                 events.latest("problem", "")
@@ -312,7 +312,7 @@ class Dashboard:
         data, beat_at = b"retry: 1000\n\n", loop.time() + KEEP_ALIVE_SECONDS
         while not reader.is_cut.is_set():
             if data:
-                async with asyncio.timeout(_WRITE_SECONDS):
+                async with asyncio.timeout(_SLOW_READER_SECONDS):
                     await response.write(data)
             data = b""
             if loop.time() >= beat_at:
@@ -338,7 +338,7 @@ async def serve(
         try:
             await site.start()
         except OSError as error:
-            raise InvalidRequest("--port", port, f"cannot be listened at: {error.strerror}") from None
+            raise InvalidRequest("--port", port, f"cannot listen on this port: {error.strerror}") from None
         ending = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, ending.set)

@@ -18,7 +18,7 @@ def build(job: RLHFJob, context: GeneratorContext) -> GeneratorService:
     from rlhfspec.generator.service import GeneratorService
     from rlhfspec.training.data import load_tokenizer
 
-    context.say("making the engine ready, and measuring what a step costs")
+    context.say("loading the engine and measuring its step times")
     entry = ENGINES[job.spec.generation.engine.name]
     make = entry.load()
     with ExitStack() as leaving:

@@ -25,9 +25,9 @@ from rlhfspec.worker.process import STARTED
 if TYPE_CHECKING:
     from rlhfspec.common.ranks.group import Ranks
 
-_IDLE_SECONDS = 7 * 86400.0  # generators may idle for long; a lost rank 0 is noticed at once
+_MAX_SILENCE_SECONDS = 7 * 86400.0  # generators may idle for long; a lost rank 0 is noticed at once
 _IMPORT_SECONDS = 60.0  # the other ranks import everything themselves
-_LEAVE_SECONDS = 5.0
+_JOIN_RANK_SECONDS = 5.0
 log = logging.getLogger("rlhfspec.stage")
 
 
@@ -52,7 +52,7 @@ def led(job: RLHFJob) -> Iterator[Ranks | None]:
         finally:
             leaving.set()
     for other in others:
-        other.join(_LEAVE_SECONDS)
+        other.join(_JOIN_RANK_SECONDS)
 
 
 @contextmanager
@@ -66,7 +66,7 @@ def joined_by(job: RLHFJob) -> Iterator[Ranks]:
     device, deadline = device_of(job.spec), job.spec.roles.generator.deadline_seconds
     with joined(
         timeout_seconds=deadline,
-        silence_seconds=_IDLE_SECONDS,
+        silence_seconds=_MAX_SILENCE_SECONDS,
         device=device,
         stage="generator",
         tell_seconds=_IMPORT_SECONDS,

@@ -22,7 +22,7 @@ log = logging.getLogger("rlhfspec.stage")
 _MORE, _MUCH_MORE = 1 / 4, 32768  # beyond the announced version: share of it, or tokens
 _STAGGERED = 8  # generator n waits for n/8 more than the first, so that not all share at once
 _REST = 50.0  # pause after sharing, as a multiple of the time it took
-_MOST_BYTES = 1 << 30  # larger drafters are not shared
+_MAX_SHARED_BYTES = 1 << 30  # larger drafters are not shared
 
 
 class LearntSharing:
@@ -60,7 +60,7 @@ class LearntSharing:
         try:
             found = await self._thread.in_thread(read_learnt, self._folder / LEARNT)
         except (RLHFSpecError, OSError) as error:
-            log.warning("the drafter begins anew: %s", error)
+            log.warning("the saved drafter cannot be read, so learning starts over: %s", error)
             return
         if found is not None:
             self.arrived = Learnt(version=found[0], tensors=found[1])
@@ -74,7 +74,7 @@ class LearntSharing:
         try:
             tensors = await self._thread.in_thread(self._weights.get, newest.weights)
         except (RLHFSpecError, OSError) as error:
-            log.warning("what a drafter learnt from %d tokens is not taken: %s", newest.version, error)
+            log.warning("a drafter that learnt from %d tokens cannot be fetched: %s", newest.version, error)
         else:
             self.arrived = Learnt(version=newest.version, tensors=tensors)
 
@@ -84,9 +84,9 @@ class LearntSharing:
             return
         try:
             if self.learner.take(arrived):
-                log.info("the drafter goes on from what was learnt from %d tokens", arrived.version)
+                log.info("loaded a drafter that learnt from %d tokens", arrived.version)
         except RLHFSpecError as error:
-            log.warning("what a drafter learnt from %d tokens is not taken: %s", arrived.version, error)
+            log.warning("a drafter that learnt from %d tokens cannot be loaded: %s", arrived.version, error)
 
     @property
     def is_due(self) -> bool:
@@ -139,22 +139,22 @@ class LearntSharing:
         try:
             await self._thread.in_thread(append_learnt_line, self._folder, line)
         except OSError as error:
-            log.warning("what the drafter cost is not written down: %s", error)
+            log.warning("the cost of drafter learning cannot be recorded: %s", error)
 
     async def _hand_out(self, learnt: Learnt) -> None:
         """Save and publish the drafter. Errors are logged and left to the next attempt."""
         began = time.monotonic()
         self._announced = learnt.version
         num_bytes = sum(tensor.nbytes for tensor in learnt.tensors.values())
-        if num_bytes > _MOST_BYTES:
-            log.warning("what the drafter learns stays here: %d bytes, more than %d", num_bytes, _MOST_BYTES)
+        if num_bytes > _MAX_SHARED_BYTES:
+            log.warning("the drafter is too large to share: %d bytes, at most %d", num_bytes, _MAX_SHARED_BYTES)
             self._not_before = float("inf")
             return
         try:
             record = await self._thread.in_thread(self._put, learnt)
             await self._bus.publish(record)
         except (RLHFSpecError, OSError) as error:
-            log.warning("what the drafter learnt from %d tokens is not handed out: %s", learnt.version, error)
+            log.warning("the drafter that learnt from %d tokens cannot be shared: %s", learnt.version, error)
         now = time.monotonic()
         self._not_before = now + _REST * (now - began)
 

@@ -23,8 +23,8 @@ from rlhfspec.moves.migration.mover import Mover
 from rlhfspec.stage.bus import Inbox, StageBus
 from rlhfspec.telemetry.base import SampleProgress
 
-_LEAVE_SECONDS = 3.5  # to move all running samples away
-_AGAIN_SECONDS = 0.02  # before a full peer is tried again
+_MOVE_AWAY_SECONDS = 3.5  # to move all running samples away
+_PEER_RETRY_SECONDS = 0.02  # before a full peer is tried again
 MOST_ADVICE = 32  # concurrent moves; further advice is dropped
 
 
@@ -46,9 +46,9 @@ class MovedPrompt:
         try:
             moved = read(records_pb2.MovedPrompt.FromString(data), cls)
         except DecodeError as error:
-            raise MalformedRecord(f"no moved prompt: {error}") from error
+            raise MalformedRecord(f"not a moved prompt: {error}") from error
         if not 0 <= moved.seconds < float("inf"):
-            raise MalformedRecord(f"no moved prompt: {moved.seconds} seconds")
+            raise MalformedRecord(f"not a moved prompt: {moved.seconds} seconds")
         return moved
 
 
@@ -116,13 +116,13 @@ class OwnMoves:
         """Move running samples to peers within a time limit. Leaving or silent peers are tried once."""
         await self.mover.refuse()
         with suppress(TimeoutError):
-            async with asyncio.timeout(_LEAVE_SECONDS):
+            async with asyncio.timeout(_MOVE_AWAY_SECONDS):
                 turn = 0
                 while ((samples := await self.mover.begun()) and self._peers) or self._moves:
                     workers = sorted(self._peers)
                     going = enumerate(samples if workers else (), turn)
                     await asyncio.gather(*(self._away(each, workers[n % len(workers)]) for n, each in going))
-                    await asyncio.sleep(_AGAIN_SECONDS)
+                    await asyncio.sleep(_PEER_RETRY_SECONDS)
                     self.settle()
                     turn += 1
         await self.mover.close()
@@ -140,7 +140,7 @@ class OwnMoves:
             reason="its generator leaves",
         )
         moved = await self._begin(move, must_go=True)
-        if moved.how == "kept" and moved.reason.startswith(("leaving", "the destination is no more", peer.address)):
+        if moved.how == "kept" and moved.reason.startswith(("leaving", "the destination is gone", peer.address)):
             self._peers.pop(worker, None)
 
     def _begin(self, move: Move, *, must_go: bool = False) -> asyncio.Task[Moved]:

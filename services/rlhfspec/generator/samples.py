@@ -9,7 +9,7 @@ from rlhfspec.job.generation import Generation
 from rlhfspec.messages.records import Prompt, Sample
 
 Tokens = tuple[int, ...]
-_MOST_PROMPTS = 4096
+_KEPT_HISTORIES = 4096
 
 
 class Histories:
@@ -32,7 +32,7 @@ class Histories:
     def add(self, prompt: Tokens, response: Tokens) -> None:
         self._responses[prompt] = (*self.of(prompt), response)[-self._keep :]
         self._responses.move_to_end(prompt)
-        if len(self._responses) > _MOST_PROMPTS:
+        if len(self._responses) > _KEPT_HISTORIES:
             self._responses.popitem(last=False)
 
 

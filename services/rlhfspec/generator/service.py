@@ -66,7 +66,7 @@ class GeneratorService(Service):
             self._moves = self._moves_by(prompts)
             state.look_for_room(self._engine.stats())
             if learnt is not None:
-                with self.vitals.working("reading what the drafter learnt", deadline_seconds=self._deadline):
+                with self.vitals.working("loading the saved drafter", deadline_seconds=self._deadline):
                     await learnt.restore()
             parts = [self._pull(prompts), self._hear(Weights, state.announced), self._work()]
             if self._context.hosted_scoring is not None:
@@ -184,7 +184,7 @@ class GeneratorService(Service):
         with self.vitals.waiting("room to publish samples"):
             await self._published()
         if any(delivery.record.id in self._moving for delivery in self.state.queued):
-            with self.vitals.waiting("what is on its way from or to another generator"):
+            with self.vitals.waiting("samples that move from or to another generator"):
                 return await self._bus.clock.sleep(ON_THE_WAY_SECONDS)
         with self.vitals.waiting(self.state.waits_for):
             await self._score_or_learn()
@@ -244,16 +244,16 @@ class GeneratorService(Service):
         """Move running samples to other generators, return other prompts, and share the last learnt drafter."""
         num_running = len(self.state.running)
         if self._moves is not None:
-            with self.vitals.working("handing over what runs", deadline_seconds=self._deadline):
+            with self.vitals.working("moving running samples to other generators", deadline_seconds=self._deadline):
                 await self._move_away(self._moves)
         left = len(self.state.running)
         log.info(
-            "left: of %d running samples %d go on elsewhere, %d are handed back", num_running, num_running - left, left
+            "left: of %d running samples, %d continue elsewhere, %d are returned", num_running, num_running - left, left
         )
         await give_back(self.state.held())
         await self._published()
         if (learnt := self._learnt) is not None:
-            with self.vitals.working("handing out what the drafter learnt", deadline_seconds=self._deadline):
+            with self.vitals.working("sharing the drafter", deadline_seconds=self._deadline):
                 await learnt.handed_out()
                 if learnt.has_more:
                     learnt.begin_handing_out(await self.in_thread(learnt.learner.learnt))

@@ -15,8 +15,8 @@ from pathlib import Path
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m rlhfspec.prepare",
-        description="Checks the job that lies beside the connections file as job.json, and begins its run folder or "
-        "goes on in it. Exit codes: 0 done, 78 the job has to be changed, 1 any other error.",
+        description="Check job.json, which is beside the connections file, and create or resume its run folder. Exit "
+        "codes: 0 done, 78 the job must be changed, 1 any other error.",
     )
     parser.add_argument("--connections", type=Path, required=True, metavar="FILE", help="connections.json")
     connections_file: Path = parser.parse_args().connections

@@ -15,7 +15,7 @@ from rlhfspec.messages.servers.program import write_secret
 from rlhfspec.tiny.recipe import cache_folder
 
 DIGESTS = ".digests.json"  # in the folder of a cached model
-_MOST_BYTES = 1 << 30  # of larger files only the size is compared
+_MAX_HASHED_BYTES = 1 << 30  # of larger files only the size is compared
 
 
 def refuse_shared(folder: Path, base: Path) -> None:
@@ -27,7 +27,7 @@ def refuse_shared(folder: Path, base: Path) -> None:
     if folder in (base, base / "runs") or folder.is_relative_to(cache):
         problem = "is shared by all jobs; name a folder within it"
     elif other := next((each for each in parents if (each / "manifest.json").exists()), None):
-        problem = f"lies in the run folder {other}"
+        problem = f"is inside the run folder {other}"
     elif link := next((each for each in inside if each.is_symlink()), None):
         problem = f"holds a symbolic link: {link}"
     if problem is not None:
@@ -57,7 +57,7 @@ def _check_digests(folder: Path) -> None:
 
 def _digest(file: Path) -> str:
     size = file.stat().st_size
-    if size > _MOST_BYTES:
+    if size > _MAX_HASHED_BYTES:
         return str(size)
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()

@@ -26,7 +26,7 @@ from rlhfspec.prepare.tiny_paths import fetch_made, with_tiny_paths
 from rlhfspec.runs.folder.run_folder import RunFolder
 from rlhfspec.worker.mirror import mirrored
 
-_ROOM_BYTES = 1 << 20  # least free space to begin a run
+_RUN_FREE_BYTES = 1 << 20  # least free space to begin a run
 log = logging.getLogger("rlhfspec.stage")
 
 
@@ -41,10 +41,10 @@ class Prepared:
         """Return one line for the log.
 
         >>> print(Prepared(folder=Path("runs/sums"), num_steps=0))
-        prepared: runs/sums begins
+        prepared: runs/sums (new run)
         """
-        there = f"goes on; it has {self.num_steps} steps" if self.num_steps else "begins"
-        return f"prepared: {self.folder} {there}"
+        there = f"existing run with {self.num_steps} steps" if self.num_steps else "new run"
+        return f"prepared: {self.folder} ({there})"
 
 
 def prepare(connections: Connections, source: Path) -> Prepared:
@@ -83,7 +83,7 @@ def _begin(folder: RunFolder, written: RLHFJob) -> None:
     _refuse_where_another_writes(folder)
     try:
         if folder.begin(written, resume=True, processes=workers_of(written)):
-            log.warning("manifest.json could not be read and was begun anew")
+            log.warning("manifest.json could not be read and was replaced by a new one")
     except InvalidRequest as error:
         if error.field != "--out":
             raise
@@ -113,6 +113,6 @@ def _needs_room(base: Path) -> Iterator[None]:
 def _refuse_full(base: Path) -> None:
     try:
         with tempfile.TemporaryFile(dir=base) as file:
-            os.posix_fallocate(file.fileno(), 0, _ROOM_BYTES)
+            os.posix_fallocate(file.fileno(), 0, _RUN_FREE_BYTES)
     except OSError as error:
         raise StorageError(base, f"cannot be written: {error.strerror}") from error

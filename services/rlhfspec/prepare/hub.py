@@ -50,19 +50,18 @@ def _fetched(hub_id: str, field: str, report: Callable[[str], None]) -> str:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-    report(f"fetching {hub_id} from the hub, unless it is there already")
+    report(f"fetching {hub_id} from the hub, unless it is cached")
     try:
         folder = snapshot_download(hub_id, ignore_patterns=[*NOT_READ, OLDER])
         if any(Path(folder).glob("*.safetensors")):
             return folder
         return snapshot_download(hub_id, ignore_patterns=NOT_READ)
     except (HFValidationError, RepositoryNotFoundError) as error:
-        problem = f"neither a folder in the job's storage nor a model that the hub gives: {first_line(error)}"
+        problem = f"is neither a folder in the job's storage nor an accessible model on the hub: {first_line(error)}"
         raise InvalidRequest(field, hub_id, problem) from error
     except LocalEntryNotFoundError as error:
         problem = (
-            f"{field} is no folder in the job's storage, so it is a hub id, and the hub cannot be reached; "
-            "a folder is written ./NAME"
+            f"{field} is not a folder in the job's storage, and the hub cannot be reached; write a folder as ./NAME"
         )
         raise StorageError(hub_id, problem) from error
     except OSError as error:

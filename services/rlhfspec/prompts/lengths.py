@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from rlhfspec.messages.records import Prompt, Sample
 
-_MOST_PROMPTS = 1 << 16
-_NEWEST = 0.25  # weight of a new answer in the running mean
+_KEPT_MEANS = 1 << 16
+_LENGTH_WEIGHT = 0.25  # weight of a new answer in the running mean
 
 
 class PromptLengths:
@@ -25,10 +25,10 @@ class PromptLengths:
     def add_length(self, prompt: tuple[int, ...], length: int) -> None:
         key = hash(prompt)
         before = self._means.pop(key, None)
-        mean = float(length) if before is None else before + _NEWEST * (length - before)
+        mean = float(length) if before is None else before + _LENGTH_WEIGHT * (length - before)
         self._means[key] = mean
         self._sum += mean - (before or 0.0)
-        if len(self._means) > _MOST_PROMPTS:
+        if len(self._means) > _KEPT_MEANS:
             self._sum -= self._means.popitem(last=False)[1]
 
     def work(self, prompt: tuple[int, ...]) -> float:

@@ -22,7 +22,7 @@ from rlhfspec.moves.rebalancing.residual import Residual
 QUIET_SECONDS = 2.0  # generators silent for longer are left out
 MOVE_SECONDS = 5.0  # a move without a report by then counts as over
 MOST_REST_SECONDS = 16.0  # longest backoff of a sample after refused moves
-_ALIKE = 0.15  # curves within this share of the fleet's count as equal: the rest is noise
+_CURVE_NOISE = 0.15  # curves within this share of the fleet's count as equal: the rest is noise
 _PAUSE_RATE = 0.1
 _KEPT_RESTS = 1 << 14
 
@@ -282,7 +282,7 @@ class FleetKnowledge:
         # Compare costs at a usual number of sequences: t0 and c alone are noisier than their sum.
         usual_number = max(float(np.mean([load.num_running for load in loads])), 1.0)
         cost, fleet_cost = known @ (1.0, usual_number), middle @ (1.0, usual_number)
-        known[np.abs(cost - fleet_cost) <= _ALIKE * fleet_cost] = middle
+        known[np.abs(cost - fleet_cost) <= _CURVE_NOISE * fleet_cost] = middle
         return known[:, 0].copy(), known[:, 1].copy()
 
 

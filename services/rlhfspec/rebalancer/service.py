@@ -13,9 +13,9 @@ from rlhfspec.stage.base import Service
 from rlhfspec.stage.bus import Inbox, StageBus
 from rlhfspec.stage.vitals import Vitals
 
-_AT_ONCE = 4096  # records
+_RECORDS_A_PULL = 4096  # records
 TOLD_SECONDS = 10.0  # between two unchanged plans without moves
-_MOST_NAMED = 64  # generators in a line
+_MAX_LISTED_GENERATORS = 64  # generators in a line
 
 
 class RebalancerService(Service):
@@ -55,17 +55,17 @@ class RebalancerService(Service):
 
     async def _hear(self, loads: Inbox[Load], all_moved: Inbox[Moved], samples: Inbox[Sample]) -> bool:
         """Record pending loads, move outcomes and samples, and return whether there were any."""
-        with self.vitals.waiting(f"generators to say what they have; {self.knowledge.num_moves} moves so far"):
-            arrived = await self.unless_stopped(loads.pull(max_records=_AT_ONCE, timeout_seconds=self._interval))
+        with self.vitals.waiting(f"load reports of the generators; {self.knowledge.num_moves} moves so far"):
+            arrived = await self.unless_stopped(loads.pull(max_records=_RECORDS_A_PULL, timeout_seconds=self._interval))
         now = self._bus.clock.now()
         for load in arrived:
             self.knowledge.loaded(load.record, now)
-        ended = await all_moved.pull(max_records=_AT_ONCE, timeout_seconds=0.0)
+        ended = await all_moved.pull(max_records=_RECORDS_A_PULL, timeout_seconds=0.0)
         for moved in ended:
             self.knowledge.moved(moved.record, now)
         if ended:
             await self.in_thread(self._moves.moved, [moved.record for moved in ended])
-        finished = await samples.pull(max_records=_AT_ONCE, timeout_seconds=0.0)
+        finished = await samples.pull(max_records=_RECORDS_A_PULL, timeout_seconds=0.0)
         for sample in finished:
             self.knowledge.finished(sample.record)
         return bool(arrived or ended or finished)
@@ -106,7 +106,7 @@ def work_of(spec: Spec) -> StageWork:
 
 def plan_of(advice: Advice, wanted: Wanted | None, *, id: str, job: str) -> Plan:
     planned, seen = advice.planned, advice.seen
-    ends = zip(seen.workers, planned.before, strict=True) if len(seen.workers) <= _MOST_NAMED else ()
+    ends = zip(seen.workers, planned.before, strict=True) if len(seen.workers) <= _MAX_LISTED_GENERATORS else ()
     return Plan(
         id=id,
         job=job,

@@ -36,7 +36,7 @@ class RewardService(Service):
         self._told_seconds = 0.0  # of work on published scores
 
     async def run(self) -> None:
-        with self.vitals.working("making the reward sources ready", deadline_seconds=self._deadline):
+        with self.vitals.working("preparing the reward sources", deadline_seconds=self._deadline):
             await self.sources.start()
         try:
             await self._check_columns()
@@ -57,7 +57,7 @@ class RewardService(Service):
         """Raise if the data lacks a column that a reward function uses."""
         async with await self._bus.subscribe(DatasetInfo) as inbox:
             while not self.stopping.is_set():
-                with self.vitals.waiting("what the data's columns are"):
+                with self.vitals.waiting("the columns of the dataset"):
                     arrived = await self.unless_stopped(inbox.pull(max_records=1, timeout_seconds=PULL_SECONDS))
                 for delivery in arrived:
                     return self.sources.check_columns(delivery.record.columns)

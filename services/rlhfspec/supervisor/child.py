@@ -16,7 +16,7 @@ from rlhfspec.worker import exits
 from rlhfspec.worker.last_words import end_file, last_activity
 from rlhfspec.worker.process import STARTED
 
-_MOST_BYTES = 1 << 20  # per read of a log, from its end
+_LOG_TAIL_BYTES = 1 << 20  # per read of a log, from its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class Child:
                 exits.failure_of(int(told["exit_code"])), f"{told['message']}{self._while() if was_killed else ''}"
             )
         if code == exits.DONE:
-            return Ended("error", f"{exits.said(code)}{self._while()}, and it was not asked to")
+            return Ended("error", f"{exits.said(code)}{self._while()}, without being asked to stop")
         unexpected = [line for line in lines if line.get("level", "error") == "error"]
         last = f": {str(unexpected[-1]['message']).strip()}" if unexpected and code > 0 else ""
         return Ended(exits.failure_of(code), f"{exits.said(code)}{self._for_memory(code)}{self._while()}{last}")
@@ -160,7 +160,7 @@ class Child:
         """Return complete log lines from byte `start` on. Lines in other formats count as messages."""
         with suppress(OSError), self._log.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
-            log.seek(max(start, size - _MOST_BYTES))
+            log.seek(max(start, size - _LOG_TAIL_BYTES))
             data = log.read()
             whole = data[: data.rfind(b"\n") + 1]
             self._read_to = log.tell() - len(data) + len(whole)

@@ -28,8 +28,8 @@ from rlhfspec.worker import exits
 
 log = logging.getLogger("rlhfspec.stage")
 CHECK_SECONDS = 0.5
-_LATE_SECONDS = 5.0  # past the deadline at which a worker ends itself
-_LEAVE_SECONDS = 15.0  # to leave a run whose last step is trained
+_OVERDUE_SECONDS = 5.0  # past the deadline at which a worker ends itself
+_FINISHED_GRACE_SECONDS = 15.0  # to leave a run whose last step is trained
 Say = Callable[[str], None]
 
 
@@ -135,7 +135,7 @@ class Children(Service):
                 self._left(child, ended)
                 return self._over.set()
             if ended.failure is None and not self.known.run.is_only_worker((child.stage, child.worker)):
-                self._say(f"{child.stage} {child.worker} left: another program asked it to")
+                self._say(f"{child.stage} {child.worker} left: another program stopped it")
                 return self._left(child, ended)
             await self._before_restart(child, ended)
             if self._leaving.is_set():
@@ -171,7 +171,7 @@ class Children(Service):
         try:
             await self._bus.release(stage)
         except RLHFSpecError as error:
-            log.warning("what %s held comes again only after %g s: %s", stage, loop.ACK_WAIT_SECONDS, error)
+            log.warning("records held by %s are redelivered only after %g s: %s", stage, loop.ACK_WAIT_SECONDS, error)
 
     async def _hear(self, inbox: Any) -> None:
         while True:
@@ -239,10 +239,10 @@ class Children(Service):
         deadline = getattr(self._job.spec.roles, stage).deadline_seconds
         if child.is_held() != known.is_held:
             self.known.tell(HeldNews(stage=stage, worker=worker, is_held=child.is_held()))
-        elif not known.is_held and (state := known.state) is not None and is_overdue(state, _LATE_SECONDS):
+        elif not known.is_held and (state := known.state) is not None and is_overdue(state, _OVERDUE_SECONDS):
             child.kill(f"stalled: {state.what} takes {state.since_seconds:.0f} s, longer than its deadline")
         if silence > max(deadline, SILENT_SECONDS) and not child.is_held():
-            child.kill(f"stalled: it said nothing for {silence:.0f} s")
+            child.kill(f"stalled: no heartbeat for {silence:.0f} s")
 
     def _tell_news(self, child: Child) -> None:
         for line in child.news():
@@ -259,7 +259,7 @@ class Children(Service):
     async def _leave(self) -> None:
         """Ask all workers to stop, and kill those that exceed the grace."""
         self._leaving.set()
-        grace = _LEAVE_SECONDS if self._over.is_set() else GRACE_SECONDS
+        grace = _FINISHED_GRACE_SECONDS if self._over.is_set() else GRACE_SECONDS
         for task, child in self._keeping.items():
             if child.pid is None:
                 task.cancel()
@@ -268,7 +268,7 @@ class Children(Service):
         await asyncio.wait(self._keeping, timeout=grace)
         for task, child in self._keeping.items():
             if not task.done():
-                log.warning("%s %d did not leave within %g s and is killed", child.stage, child.worker, grace)
+                log.warning("%s %d did not stop within %g s and is killed", child.stage, child.worker, grace)
                 child.kill()
         await asyncio.wait(self._keeping)
         for task in self._keeping:

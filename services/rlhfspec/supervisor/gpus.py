@@ -20,8 +20,8 @@ def deal(job: RLHFJob, gpus: Sequence[str]) -> Dealt:
     wanting = list(_wanting(job))
     if len(wanting) > len(gpus) and not spec.share_gpus:
         counts = ", ".join(f"{stage} {count}" for stage, count in Counter(stage for stage, _ in wanting).items())
-        problem = f"a GPU is wanted by each of {len(wanting)} processes ({counts}), and there are {len(gpus)}"
-        raise InvalidRequest("spec.shareGpus", spec.share_gpus, f"{problem}; true lets them share")
+        problem = f"{len(wanting)} processes need a GPU each ({counts}), but there are {len(gpus)}"
+        raise InvalidRequest("spec.shareGpus", spec.share_gpus, f"{problem}; set it to true to share GPUs")
     dealt: Dealt = {}
     for key, gpu in zip(wanting, cycle(gpus), strict=False):
         dealt.setdefault(key, []).append(gpu)

@@ -28,7 +28,7 @@ from rlhfspec.worker.process import STARTED, end_with_the_supervisor
 PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
 MOST_KILLS = 20  # of a launcher while it starts one process
-_START_SECONDS = 120.0  # the first one waits for all imports
+_LAUNCH_SECONDS = 120.0  # the first one waits for all imports
 _ROOM = "launcher".ljust(60, ".")  # a worker's name is written over it
 STAGES_NEED = (
     "rlhfspec.training.data",
@@ -99,7 +99,7 @@ class Launcher:
         async with self._one_at_a_time:
             for _ in range(MOST_KILLS):
                 try:
-                    async with asyncio.timeout(_START_SECONDS):
+                    async with asyncio.timeout(_LAUNCH_SECONDS):
                         return Launched(await self._ask(request))
                 except (ConnectionError, ValueError):
                     if await self.close() >= 0:  # it ended by itself and would again; kills are transient
@@ -110,11 +110,11 @@ class Launcher:
                 except asyncio.CancelledError:  # a late reply would be read as the next one's
                     self._kill()
                     raise
-        raise ServerFailed("launcher", f"it ended or hung when it was to start {name}: {self._last_words()}")
+        raise ServerFailed("launcher", f"ended or hung while starting {name}: {self._last_words()}")
 
     def _last_words(self) -> str:
         lines = self._log.read_text(errors="replace").strip().splitlines()
-        return lines[-1].strip() if lines else f"it said nothing in {self._log}"
+        return lines[-1].strip() if lines else f"no output in {self._log}"
 
     async def _ask(self, request: str) -> int:
         await self._begin()

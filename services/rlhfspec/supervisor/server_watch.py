@@ -21,10 +21,10 @@ from rlhfspec.supervisor.restarts import Restarts
 from rlhfspec.worker import exits
 
 LOOK_SECONDS = 1.0
-_AGAIN_SECONDS = 0.1  # between two restarts of a guardian
-_ROOM_BYTES = 64 << 10  # least free space
+_GUARDIAN_RESTART_SECONDS = 0.1  # between two restarts of a guardian
+_SERVER_FREE_BYTES = 64 << 10  # least free space
 ROOM_SECONDS = 5.0  # time for a process to report the full disk first
-_STEADY_SECONDS = 10.0  # uptime that resets a server's restarts
+_STEADY_SERVER_SECONDS = 10.0  # uptime that resets a server's restarts
 
 
 class ServerWatch(Service):
@@ -68,7 +68,7 @@ class ServerWatch(Service):
         while True:
             began = self._clock.now()
             reason = exits.said(await server.wait())
-            if self._clock.now() - began > _STEADY_SECONDS:
+            if self._clock.now() - began > _STEADY_SERVER_SECONDS:
                 restarts.forget()
             delay = restarts.delay_after("killed")
             if delay is None:
@@ -84,7 +84,7 @@ class ServerWatch(Service):
                 await _end_of_one(pids)
             self._guardians.start()
             self._say("a guardian of this run ended; it is started again")
-            await asyncio.sleep(_AGAIN_SECONDS)
+            await asyncio.sleep(_GUARDIAN_RESTART_SECONDS)
 
     async def _keep_starter(self) -> None:
         while True:
@@ -103,7 +103,7 @@ class ServerWatch(Service):
 
     def _look_for_room(self) -> None:
         for server in self._servers:
-            refuse_full_disk(server.folder, _ROOM_BYTES, f"{server.name}'s data")
+            refuse_full_disk(server.folder, _SERVER_FREE_BYTES, f"{server.name}'s data")
 
 
 async def _end_of_one(pids: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-_NAMES = _words(
+_FIRST_NAMES = _words(
     "Ada Ben Carla David Elena Farid Greta Hugo Ines Jonas Kira Leo Mona Nils Olga Paul Quinn Rosa Sami Tara "
     "Uma Viktor Wanda Xaver Yara Zeno Amir Bruno Clara Dora Emil Fiona"
 )
@@ -41,7 +41,7 @@ def _difference(rng: random.Random) -> str:
 
 
 def _word_problem(rng: random.Random) -> str:
-    name, thing = rng.choice(_NAMES), rng.choice(THINGS)
+    name, thing = rng.choice(_FIRST_NAMES), rng.choice(THINGS)
     first, second = rng.randrange(2, 20), rng.randrange(2, 20)
     if rng.random() < 0.5:
         return f"{name} has {first} {thing} and gets {second} more. Now {name} has {first + second} {thing}."
@@ -50,24 +50,24 @@ def _word_problem(rng: random.Random) -> str:
 
 
 def _prose(rng: random.Random) -> str:
-    name, other = rng.sample(_NAMES, 2)
+    name, other = rng.sample(_FIRST_NAMES, 2)
     weather, day, place = rng.choice(WEATHER), rng.choice(DAYS), rng.choice(PLACES)
     thing = f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"
     return f"On a {weather} {day} {name} went to the {place} and {rng.choice(ACTIONS)} a {thing} for {other}."
 
 
 def _question(rng: random.Random) -> str:
-    name, place = rng.choice(_NAMES), rng.choice(PLACES)
+    name, place = rng.choice(_FIRST_NAMES), rng.choice(PLACES)
     return f"Question: Where does {name} work? Answer: {name} works at the {place}."
 
 
 def _copying(rng: random.Random) -> str:
     words = f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)} near the {rng.choice(PLACES)}"
-    return f"{rng.choice(_NAMES)} said: {words}. Everybody repeated: {words}."
+    return f"{rng.choice(_FIRST_NAMES)} said: {words}. Everybody repeated: {words}."
 
 
 def _record(rng: random.Random) -> str:
-    name, day, item = rng.choice(_NAMES), rng.choice(DAYS), rng.choice(THINGS)
+    name, day, item = rng.choice(_FIRST_NAMES), rng.choice(DAYS), rng.choice(THINGS)
     number, price = rng.randrange(2, 30), rng.randrange(2, 10)
     return f"name={name}; day={day}; item={item}; number={number}; price={price}; total={number * price}."
 

@@ -31,7 +31,7 @@ def check(path: str) -> None:
         return reasoning.check(path)
     known = sorted([*RECIPES, *DATA])
     if path.removeprefix(TINY_PREFIX) not in known or not path.startswith(TINY_PREFIX):
-        raise InvalidRequest("path", path, f"must be {TINY_PREFIX} and one of {', '.join(known)}")
+        raise InvalidRequest("path", path, f"must be {TINY_PREFIX} followed by one of {', '.join(known)}")
 
 
 def resolve(path: str, report: Callable[[str], None] = print) -> str:

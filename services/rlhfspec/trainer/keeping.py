@@ -76,7 +76,7 @@ class KeptFolder:
     def _ended(self) -> tuple[RunOutcome, str]:
         trainer = self._trainer
         if trainer is None or not trainer.is_done:
-            return "stopped", "the trainer was asked to leave"
+            return "stopped", "the trainer was asked to stop"
         return "completed", str(trainer.ended_early or "")
 
     def _finish(self, outcome: RunOutcome, reason: str) -> None:

@@ -28,7 +28,7 @@ from rlhfspec.training.leading import Leader
 from rlhfspec.training.learning.rollouts import Rollouts
 from rlhfspec.training.weights import WeightStore
 
-_LATE_SECONDS = 0.5  # a sample may come after its last score
+_LATE_SAMPLE_SECONDS = 0.5  # a sample may come after its last score
 
 
 class TrainerService(Service):
@@ -82,7 +82,7 @@ class TrainerService(Service):
             await self._bus.subscribe(DatasetInfo) as infos,
         ):
             self._samples, self._scores = samples, scores
-            await self._publish_weights(await self._work("weights to begin with", self._put_weights))
+            await self._publish_weights(await self._work("storing the initial weights", self._put_weights))
             if await self._hear_of_the_data(infos):
                 await self._train_all()
             if self._learner.version > self._saved_at:
@@ -103,7 +103,7 @@ class TrainerService(Service):
     async def _restore(self) -> None:
         state = await self._work("reading the last checkpoint", self._recorder.restore)
         if state is not None:
-            await self._work("taking the checkpoint over", self._learner.load_state, state)
+            await self._work("loading the checkpoint", self._learner.load_state, state)
             self._agreement.allow_for_a_restart()
         self._saved_at = self._learner.version
         self._look_for_a_collapse()
@@ -115,7 +115,7 @@ class TrainerService(Service):
     async def _hear_of_the_data(self, infos: Inbox[DatasetInfo]) -> bool:
         """Wait for the dataset's info; return False if stopped first."""
         while not self.stopping.is_set():
-            with self.vitals.waiting("how many steps the data lasts"):
+            with self.vitals.waiting("the size of the dataset"):
                 arrived = await self.unless_stopped(infos.pull(max_records=1, timeout_seconds=PULL_SECONDS))
             for delivery in arrived:
                 info, epochs = delivery.record, self._job.spec.dataset.epochs
@@ -146,7 +146,7 @@ class TrainerService(Service):
         if not await self._complete(collector):
             return False
         seconds = self._bus.clock.now() - began
-        evaluation = await self._work(f"writing down {collector.shape}", self._recorder.evaluate, collector, seconds)
+        evaluation = await self._work(f"recording {collector.shape}", self._recorder.evaluate, collector, seconds)
         self._look_for_a_collapse()
         name = self._job.metadata.name
         report = EvaluationReport(id=f"{name}/{step}/evaluation", job=name, evaluation=evaluation)
@@ -157,7 +157,7 @@ class TrainerService(Service):
 
     async def _complete(self, collector: Collector) -> bool:
         """Add arriving records to their steps until `collector` is complete; return False if stopped first."""
-        pace = Pace(_LATE_SECONDS, PULL_SECONDS)
+        pace = Pace(_LATE_SAMPLE_SECONDS, PULL_SECONDS)
         while not collector.is_complete:
             if self.stopping.is_set():
                 return False
@@ -225,7 +225,7 @@ class TrainerService(Service):
         rollouts = Rollouts.of(chosen.samples, chosen.scores)
         report = await self._work(f"learning from step {step}", self._learner.learn, rollouts)
         self._agreement.check(step, rollouts, report)  # before its weights are published
-        weights = await self._work(f"handing out weights version {step}", self._put_weights)
+        weights = await self._work(f"storing weights version {step}", self._put_weights)
         trained = Trained(
             step=step,
             chosen=chosen,
@@ -235,7 +235,7 @@ class TrainerService(Service):
             time=self._lap.end(),
         )
         await self._publish_weights(weights)  # generators go on while the step is written down
-        metrics = await self._work(f"writing down step {step}", self._recorder.record, trained)
+        metrics = await self._work(f"recording step {step}", self._recorder.record, trained)
         del self._collectors["training", step]
         name = self._job.metadata.name
         await self._bus.publish(StepReport(id=f"{name}/{step}/report", job=name, metrics=metrics))

@@ -152,7 +152,7 @@ def test_run_goes_on_without_a_rival_that_fails(scripted: Any, tmp_path: Path) -
     assert "vllm-plain: the worker ended (exit code 1)" in results.skipped[0]
 
 
-def test_table_and_plot(scripted: Any, tmp_path: Path) -> None:
+def test_results_are_shown_as_a_table_and_a_plot(scripted: Any, tmp_path: Path) -> None:
     results, _, _ = scripted(threads=(1, 2), repeats=1)
     console = Console(width=160, record=True, file=(tmp_path / "screen").open("w"))
     report.show(results, console)

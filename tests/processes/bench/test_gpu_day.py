@@ -71,7 +71,7 @@ def test_part_that_fails_leaves_a_line(tmp_path: Path, monkeypatch: pytest.Monke
     assert "AttributeError" in result["error"]
 
 
-def test_what_is_expected_is_compared() -> None:
+def test_a_finding_is_compared_with_its_expectation() -> None:
     assert Found("a", "b", 3.5, expected=">= 3.4").is_met
     assert Found("a", "b", 1, expected="= 0").is_met is False
     assert Found("a", "b", "2.13").is_met is None

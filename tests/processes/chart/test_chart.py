@@ -31,7 +31,7 @@ EXTERNAL = {
 CLUSTER = {"operator": {"scope": "cluster"}}
 
 
-def test_what_is_made_from_the_code_is_as_it_would_be_made_now() -> None:
+def test_generated_chart_files_are_up_to_date() -> None:
     made = generate.files()
     assert len(made) >= 9
     assert not [str(path.relative_to(ROOT)) for path, text in made.items() if path.read_text() != text], "make chart"
@@ -40,7 +40,7 @@ def test_what_is_made_from_the_code_is_as_it_would_be_made_now() -> None:
 NO_PODS = {"cli", "supervisor", "tiny"}  # folders of services that no pod runs
 
 
-def test_stages_are_one_list_in_map_chart_and_images() -> None:
+def test_stages_agree_in_the_chart_the_images_and_the_network_map() -> None:
     stages, roles = {stage.name for stage in STAGES}, set(names.ROLES)
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     assert roles == set(values["jobs"]["resources"]) == set(values["networkPolicy"]["egress"]) - {"all"}
@@ -111,7 +111,7 @@ def test_every_pod_keeps_to_the_restricted_standard(values: dict[str, Any]) -> N
 
 
 @needs_helm
-def test_only_who_asks_the_api_server_gets_a_token() -> None:
+def test_only_pods_that_call_the_api_server_get_a_token() -> None:
     has = {name: pod["spec"].get("automountServiceAccountToken") for name, pod in pods(rendered())}
     asks = {f"Deployment/rlhfspec-{name}" for name in ("operator", "dashboard")} | {"Job/rlhfspec-install"}
     assert {name for name, token in has.items() if token} == asks
@@ -182,7 +182,7 @@ def test_the_operator_reads_the_settings_it_is_given(values: dict[str, Any], tmp
 
 
 @needs_helm
-def test_reports_reach_the_replica_that_leads() -> None:
+def test_the_operator_service_selects_the_leading_replica() -> None:
     service = named(rendered(), "Service", "rlhfspec-operator")
     assert service["spec"]["selector"][names.LEADER] == "true"
     labels = named(rendered(), "Deployment", "rlhfspec-operator")["spec"]["template"]["metadata"]["labels"]
@@ -206,7 +206,7 @@ def test_jobs_have_a_namespace_of_their_own_by_default() -> None:
 
 
 @needs_helm
-def test_what_jobs_need_stays_when_the_release_goes() -> None:
+def test_objects_that_jobs_need_stay_when_the_release_is_removed() -> None:
     policy = ("helm.sh/resource-policy", "keep")
     kept = {each["kind"] for each in rendered() if policy in each["metadata"].get("annotations", {}).items()}
     assert kept == {"CustomResourceDefinition", "PersistentVolumeClaim", "ServiceAccount"}
@@ -250,7 +250,7 @@ def test_external_servers_leave_out_the_bundled_ones() -> None:
 
 @needs_helm
 @pytest.mark.parametrize("example", sorted((CHART / "examples").iterdir()), ids=lambda path: path.stem)
-def test_shipped_values_are_taken(example: Path) -> None:
+def test_values_of_the_shipped_examples_pass_helm_lint(example: Path) -> None:
     subprocess.run([HELM, "lint", "--strict", str(CHART), "--values", str(example)], check=True, capture_output=True)
     objects = rendered(yaml.safe_load(example.read_text()))
     told = OperatorFile.model_validate(settings(objects))
@@ -302,7 +302,7 @@ PODS = dict.fromkeys(("operator", "nats", "redis", "dashboard"), POD)
 
 
 @needs_helm
-def test_every_pod_of_the_release_is_placed_and_marked_as_its_component_says() -> None:
+def test_every_pod_gets_the_placement_and_labels_of_its_component() -> None:
     before, after = dict(pods(rendered())), dict(pods(rendered(PODS)))
     assert len(after) == 6
     for name, pod in after.items():
@@ -324,7 +324,7 @@ def test_every_pod_of_the_release_is_placed_and_marked_as_its_component_says() -
 
 
 @needs_helm
-def test_marks_of_a_user_cannot_hide_a_pod_from_its_service() -> None:
+def test_pod_labels_of_a_user_cannot_hide_a_pod_from_its_service() -> None:
     objects = rendered({"operator": {"podLabels": {names.COMPONENT: "mine"}}})
     deployment = named(objects, "Deployment", "rlhfspec-operator")["spec"]
     assert deployment["selector"]["matchLabels"].items() <= deployment["template"]["metadata"]["labels"].items()
@@ -343,7 +343,7 @@ def test_openshift_chooses_users_itself(values: dict[str, Any]) -> None:
 
 
 @needs_helm
-def test_service_accounts_carry_the_identity_of_a_cloud() -> None:
+def test_service_accounts_carry_the_annotations_of_a_cloud_role() -> None:
     role = {"serviceAccount": {"annotations": {"cloud.example/role": "writer"}}}
     accounts = of_kind(rendered({"operator": role, "dashboard": role, "jobs": role}), "ServiceAccount")
     marked = {each["metadata"]["name"] for each in accounts if "cloud.example/role" in each["metadata"]["annotations"]}
@@ -353,7 +353,7 @@ def test_service_accounts_carry_the_identity_of_a_cloud() -> None:
 
 
 @needs_helm
-def test_jobs_are_told_of_templates_gpus_and_priorities() -> None:
+def test_the_operator_gets_pod_templates_gpus_and_priorities_for_jobs() -> None:
     jobs = {
         "podTemplate": {"spec": {"tolerations": [{"key": "gpu"}]}}, "gpuResources": ["amd.com/gpu"],
         "priorityClasses": {"generator": "mine"},
@@ -451,7 +451,7 @@ def test_a_wrong_value_is_refused_and_its_key_is_named(values: dict[str, Any], k
 
 
 @needs_helm
-def test_an_umbrella_chart_may_hand_its_globals_on() -> None:
+def test_values_accept_the_globals_of_an_umbrella_chart() -> None:
     assert template({"global": {"anything": 1}})[0] == 0
 
 

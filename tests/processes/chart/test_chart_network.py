@@ -92,7 +92,7 @@ def policies_of(values: dict[str, Any] | None = None) -> list[Policy]:
 
 
 @needs_helm
-def test_exactly_the_edges_of_the_map_are_allowed() -> None:
+def test_policies_allow_exactly_the_edges_of_the_map() -> None:
     policies = policies_of()
     everybody = [*PARTIES, DNS, PROMETHEUS]
     others = (DNS, PROMETHEUS)
@@ -209,7 +209,7 @@ def test_jobs_of_labelled_namespaces_alone_reach_the_servers() -> None:
 
 
 @needs_helm
-def test_a_role_goes_outside_where_values_say_so() -> None:
+def test_a_role_reaches_outside_addresses_only_where_values_allow_it() -> None:
     place = {"cidr": "203.0.113.0/24", "except": ["203.0.113.7/32"], "ports": [8000]}
     policies = policies_of({"networkPolicy": {"egress": {"reward": [place]}}})
     going = {name: _outside(policies, name) for name in ("reward", "prepare", "trainer", "generator")}

@@ -78,7 +78,7 @@ def test_a_kill_at_any_moment_loses_nothing(folder: Path) -> None:
             check(store.load(store.latest() or 0), store.latest() or 0)
 
 
-def test_a_kill_while_it_is_written_leaves_what_was_learnt_whole(folder: Path) -> None:
+def test_a_kill_while_writing_leaves_the_learnt_state_whole(folder: Path) -> None:
     for announced in killed_at_some_moments(random.Random(8), write_learnt_for_ever, folder):
         found = read_learnt(folder)
         assert found[0] in (announced, announced + 1)
@@ -125,18 +125,18 @@ def loaded(folder: Path, step: int) -> Any:
         return store.load(step)["learner"]
 
 
-def test_shares_are_what_would_have_been_gathered(found: Path) -> None:
+def test_shares_of_ranks_together_are_the_gathered_state(found: Path) -> None:
     state = loaded(found, 1)
     assert state["policy_optimizer"]["state"].keys() == {str(n) for n in range(len(state["policy"]))}
     same_states(state, torch.load(found / "whole.pt", weights_only=True))
 
 
 @pytest.mark.parametrize("step", [2, 3, 4])
-def test_any_number_of_ranks_goes_on_with_the_same_bits(found: Path, step: int) -> None:
+def test_a_checkpoint_of_any_number_of_ranks_loads_the_same_bits(found: Path, step: int) -> None:
     same_states(loaded(found, step), loaded(found, 1))
 
 
-def test_each_rank_has_a_file_and_one_rank_the_one_it_always_had(found: Path) -> None:
+def test_each_rank_writes_its_own_file_and_a_single_rank_one_file(found: Path) -> None:
     def files(step: int) -> list[str]:
         folder = found / "checkpoints" / f"step-{step:08d}"
         assert json.loads((folder / "manifest.json").read_text())["files"].keys() == {
@@ -158,7 +158,7 @@ def test_a_rank_writes_its_share_and_no_more(found: Path) -> None:
     assert sum(sizes) < 1.3 * whole  # headers of small tensors
 
 
-def test_what_follows_is_what_one_rank_does(found: Path) -> None:
+def test_the_step_after_a_resume_equals_that_of_one_rank(found: Path) -> None:
     learner = Learner(spec("ppo", tokensPerMicroBatch=40, fuse="off"), policy(), critic(), num_threads=1)
     learner.load_state(loaded(found, 1))
     report = learner.learn(rollouts(1))
@@ -206,7 +206,7 @@ def test_each_rank_reads_its_own_share_and_names_what_is_wrong_with_it(copied: P
     assert "step-00000004: rank 1: learner-00001-of-00002.safetensors is damaged" in (tmp_path / "said").read_text()
 
 
-def test_a_share_that_the_manifest_does_not_know_of_is_missed_by_its_tensor(copied: Path) -> None:
+def test_a_share_missing_in_the_manifest_is_named_by_its_tensor(copied: Path) -> None:
     folder = copied / "step-00000001"
     manifest = json.loads((folder / "manifest.json").read_text())
     del manifest["files"]["learner-00002-of-00004.safetensors"]

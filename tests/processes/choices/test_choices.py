@@ -26,7 +26,7 @@ ENTRIES = [entry for registry in (*CHOICES, WEIGHT_STORES) for entry in registry
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
-def test_what_an_entry_names_is_there(entry: Entry) -> None:
+def test_every_entry_loads_and_has_a_description(entry: Entry) -> None:
     assert callable(entry.load())
     assert entry.about
     assert "\n" not in entry.about
@@ -56,21 +56,21 @@ def test_the_tables_import_neither_torch_nor_numpy() -> None:
     assert subprocess.run([sys.executable, "-c", asked], check=False).returncode == 0
 
 
-def test_modes_that_may_run_the_draft_model() -> None:
+def test_only_the_modes_model_and_adaptive_may_run_the_draft_model() -> None:
     assert [mode for mode in SPECULATION_MODES if may_run_draft_model(mode)] == ["model", "adaptive"]
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_a_drafter_is_called_as_in_its_table(name: str) -> None:
+def test_a_drafter_has_the_name_of_its_table_entry(name: str) -> None:
     assert DRAFTERS[name].load().name == name
 
 
 @pytest.mark.parametrize("name", LINKS)
-def test_both_ends_of_a_link_are_there(name: str) -> None:
+def test_every_link_loads_its_connect_function(name: str) -> None:
     assert callable(LINKS[name].load_connect())
 
 
-def test_fields_that_choices_name_are_fields_of_the_job() -> None:
+def test_fields_named_by_choices_exist_in_the_job() -> None:
     paths = {r.field for r in CHOICES} | {need for r in CHOICES for entry in r.values() for need in entry.needs}
     assert {path for path in paths if exists_in_spec(path)} == paths
 
@@ -82,11 +82,11 @@ def exists_in_spec(path: str) -> bool:
     return block != {}
 
 
-def test_what_a_choice_needs_is_said_with_what_needs_nothing() -> None:
-    assert DRAFTERS.missing("model.drafter") == "needs model.drafter; without one take suffix or adaptive"
+def test_a_missing_requirement_is_reported_with_the_choices_without_one() -> None:
+    assert DRAFTERS.missing("model.drafter") == "needs model.drafter; without one use suffix or adaptive"
 
 
-def test_a_run_of_processes_names_a_store_and_gives_what_it_needs() -> None:
+def test_connections_name_a_weight_store_and_the_fields_it_needs() -> None:
     assert get_args(WeightStoreName) == BETWEEN_PROCESSES == ("file", "grpc")
     given = {"uid": "1", "job_file": "j", "base_folder": "b", "folder": "f", "nats_url": "nats://127.0.0.1:1"}
     assert {need for entry in WEIGHT_STORES.values() for need in entry.needs} <= set(Connections.model_fields)
@@ -95,7 +95,7 @@ def test_a_run_of_processes_names_a_store_and_gives_what_it_needs() -> None:
         Connections.model_validate(given)
 
 
-def test_samples_move_between_engines_that_can_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_move_only_between_engines_that_support_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = a_job().spec
     several = spec.model_copy(update={"roles": Roles.model_validate({"generator": {"workers": 2}})})
     assert (spec.moves_samples, several.moves_samples) == (False, True)
@@ -106,7 +106,7 @@ def test_samples_move_between_engines_that_can_and_no_others(monkeypatch: pytest
     assert not several.moves_samples
 
 
-def test_what_the_table_says_of_moves_is_what_the_engine_can() -> None:
+def test_the_engine_table_agrees_with_the_engines_on_moves() -> None:
     for entry in ENGINES.values():
         assert entry.is_movable == issubclass_of_movable(get_type_hints(entry.load())["return"])
 

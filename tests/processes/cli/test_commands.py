@@ -48,7 +48,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_its_configuration_names_no_root_of_the_bench() -> None:
+def test_the_wheel_configuration_includes_no_package_of_the_bench() -> None:
     built = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     packages = {path.name for root in built["only-include"] for path in (ROOT / root).iterdir()}
     assert {"cli", "engine"} <= packages
@@ -76,12 +76,12 @@ def test_the_wheel_has_no_benchmark_and_works_without(wheel: Path, others: Path,
 
 
 @pytest.mark.parametrize("name", BENCH)
-def test_help_says_of_each_what_it_says_itself(name: str) -> None:
+def test_help_of_a_bench_command_shows_its_own_description(name: str) -> None:
     assert BENCH[name] in " ".join(CliRunner().invoke(app, [name, "--help"]).stdout.split())
     assert name in CliRunner().invoke(app, ["--help"]).stdout
 
 
-def test_an_unknown_command_is_none() -> None:
+def test_an_unknown_command_is_refused() -> None:
     assert "No such command 'nowhere'" in command(["nowhere"], 2).output
 
 
@@ -89,7 +89,7 @@ def check(*arguments: str | Path, code: int = 0) -> str:
     return command(["models", "check", *map(str, arguments)], code).output
 
 
-def test_a_model_of_ones_own_that_is_right(tmp_path: Path) -> None:
+def test_models_check_reports_a_right_model_in_detail(tmp_path: Path) -> None:
     random_model("llama", seed=0).save_pretrained(tmp_path / "mine")
     output = check(tmp_path / "mine")
     assert f"{tmp_path}/mine: right in every bit" in output
@@ -106,7 +106,9 @@ def test_a_model_of_ones_own_that_is_right(tmp_path: Path) -> None:
     assert "up to position 512" in output, "as far as the model goes"
 
 
-def test_flips_on_a_device_are_told(second: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_check_reports_flips_on_a_device(
+    second: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     random_model("llama", seed=0).save_pretrained(tmp_path / "mine")
     monkeypatch.setattr("rlhfspec.sweep.verdict.judge", lambda make, **how: Verdict("right"))
     monkeypatch.setattr("rlhfspec.sweep.flips._PROMPT_LENGTHS", (5,))
@@ -120,13 +122,13 @@ def test_flips_on_a_device_are_told(second: ModuleType, tmp_path: Path, monkeypa
     assert "--device: is for a model given by folder or hub id" in output
 
 
-def test_a_model_that_is_refused(tmp_path: Path) -> None:
+def test_models_check_refuses_a_state_space_model(tmp_path: Path) -> None:
     tiny_model(tiny_config("mamba")).save_pretrained(tmp_path / "state-space")
     output = check(tmp_path / "state-space", code=2)
     assert "refused: MambaMixer: backbone.layers.0.mixer mixes tokens outside of AttentionInterface" in output
 
 
-def test_one_that_is_wrong_among_others_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_wrong_model_decides_the_exit_code_of_models_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     random_model("llama", seed=0).save_pretrained(tmp_path / "mine")
     verdicts = iter([Verdict("wrong", "another token than the oracle's"), Verdict("refused", "a reason")])
     monkeypatch.setattr("rlhfspec.sweep.verdict.judge", lambda make, **how: next(verdicts))
@@ -142,12 +144,12 @@ def test_a_large_model_is_judged_in_fewer_ways(tmp_path: Path, monkeypatch: pyte
     assert "up to position 256" in output
 
 
-def test_a_path_that_is_not_there_is_said_in_a_line(tmp_path: Path) -> None:
+def test_a_missing_folder_is_refused_in_one_line(tmp_path: Path) -> None:
     output = check(tmp_path / "nope", code=2)
-    assert "no such folder, nor a model to be had" in output
+    assert "no such folder, and the model cannot be loaded" in output
 
 
-def test_a_misspelt_type_is_said_before_a_hub_is_asked() -> None:
+def test_a_misspelt_model_type_is_refused_before_the_hub_is_asked() -> None:
     said = "models: no such folder or type; did you mean mixtral? (got 'mixtrall')\n"
     assert check("mixtrall", code=2) == said
 
@@ -173,7 +175,7 @@ def test_help_says_what_the_exit_codes_mean() -> None:
 TYPES = ("xlnet", "llama", "mixtral", "gemma2", "qwen2", "mistral", "gpt2", "falcon", "phi3", "gemma3_text", "opt")
 
 
-def test_ctrl_c_ends_it_and_its_processes() -> None:
+def test_ctrl_c_ends_models_check_and_its_processes() -> None:
     command = [sys.executable, "-m", "rlhfspec.cli.start", "models", "check", *TYPES, "--workers", "2"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

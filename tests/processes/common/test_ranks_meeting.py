@@ -53,7 +53,7 @@ def until_it_listens(port: int) -> None:
     eventually(lambda: is_listening(f"tcp://127.0.0.1:{port}"), "rank 0 listens")
 
 
-def test_a_process_in_the_seat_of_rank_1_gets_no_message_and_runs_no_code(tmp_path: Path, started: Start) -> None:
+def test_a_foreign_process_as_rank_1_gets_no_message_and_runs_no_code(tmp_path: Path, started: Start) -> None:
     port = free_port()
     first = started("meeting_ranks", str(tmp_path), "-1", **rank_of_two(0, port))
     until_it_listens(port)
@@ -66,7 +66,7 @@ def test_a_process_in_the_seat_of_rank_1_gets_no_message_and_runs_no_code(tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["told"], "nobody else came in, got anything, or ran code"
 
 
-def test_the_store_is_on_loopback_and_tells_nothing(tmp_path: Path, started: Start) -> None:
+def test_the_store_listens_on_loopback_and_reveals_no_address(tmp_path: Path, started: Start) -> None:
     port = free_port()
     started("meeting_ranks", str(tmp_path), "-1", **rank_of_two(0, port))
     until_it_listens(port)
@@ -86,12 +86,12 @@ def test_the_store_is_on_loopback_and_tells_nothing(tmp_path: Path, started: Sta
     assert not (tmp_path / "told").exists()
 
 
-def test_what_connects_to_the_ports_of_gloo_gets_nowhere(tmp_path: Path) -> None:
+def test_connections_of_strangers_to_gloo_ports_have_no_effect(tmp_path: Path) -> None:
     run_ranks("meeting_strangers", 2, str(tmp_path), "knock")
     for rank in ("0", "1"):
         assert json.loads((tmp_path / rank).read_text()) == {"hosts": ["127.0.0.1"], "gathered": [0, 1]}
 
 
-def test_a_seat_without_the_secret_is_found_out_before_anything_is_sent(tmp_path: Path) -> None:
+def test_a_rank_without_the_secret_is_detected_before_anything_is_sent(tmp_path: Path) -> None:
     run_ranks("meeting_strangers", 2, str(tmp_path), "impostor")
     assert "what is connected as rank 1 does not know the ranks' secret" in (tmp_path / "0").read_text()

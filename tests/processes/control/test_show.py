@@ -2,11 +2,11 @@ import subprocess
 import sys
 
 
-def test_a_view_whose_reader_went_ends() -> None:
+def test_a_view_ends_when_its_reader_is_gone() -> None:
     code = """
 import asyncio, sys, threading
 from rlhfspec.control import show
-show._READ_SECONDS = 0.2
+show._NO_READER_SECONDS = 0.2
 threading.Thread(daemon=True, target=sys.stdout.write, args=("x" * (1 << 20),)).start()
 asyncio.run(show._end_when_nobody_reads(asyncio.Event()))
 """

@@ -50,7 +50,7 @@ def the_same(ours: two_parts.Found, theirs: two_parts.Found) -> None:
         assert ours[name][1] == pytest.approx(log_probs, abs=LOG_PROBS), name
 
 
-def test_all_that_an_engine_does_gives_the_tokens_of_the_whole_model(
+def test_an_engine_in_parts_gives_the_tokens_of_the_whole_model(
     folder: Path, found: dict[str, dict[str, two_parts.Found]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["two_parts", str(folder)])
@@ -64,7 +64,9 @@ def test_all_that_an_engine_does_gives_the_tokens_of_the_whole_model(
     assert "r9" not in theirs["tree, disturbed"]
 
 
-def test_every_row_has_its_own_bits(folder: Path, found: dict[str, dict[str, two_parts.Found]]) -> None:
+def test_a_row_has_the_same_bits_alone_and_in_any_batch_or_tree(
+    folder: Path, found: dict[str, dict[str, two_parts.Found]]
+) -> None:
     """A row's log-probs are equal alone, among others, in trees and after a preemption."""
     theirs = found[two_parts.DRIVEN]
     for name, run in theirs.items():
@@ -75,7 +77,9 @@ def test_every_row_has_its_own_bits(folder: Path, found: dict[str, dict[str, two
 
 
 @pytest.mark.parametrize("kind", two_parts.KINDS)
-def test_families_that_can_be_cut(kind: str, folder: Path, found: dict[str, dict[str, two_parts.Found]]) -> None:
+def test_model_families_are_cut_in_two_and_give_the_same_tokens(
+    kind: str, folder: Path, found: dict[str, dict[str, two_parts.Found]]
+) -> None:
     whole = load_model(folder / kind)
     size = sum(weight.numel() for weight in whole.parameters())
     for rank in (0, 1):
@@ -86,14 +90,14 @@ def test_families_that_can_be_cut(kind: str, folder: Path, found: dict[str, dict
 
 
 @pytest.mark.parametrize(("name", "why"), two_parts.REFUSED.items())
-def test_what_cannot_be_cut_is_refused_by_name(name: str, why: str, folder: Path) -> None:
+def test_a_model_that_cannot_be_cut_is_refused_with_its_reason(name: str, why: str, folder: Path) -> None:
     for rank in (0, 1):
         said = (folder / f"{name}-{rank}").read_text()
         assert "cannot be cut over 2 processes" in said
         assert why in said
 
 
-def test_parts_on_devices_of_their_own_hold_as_many_blocks_as_the_smaller_one(folder: Path) -> None:
+def test_parts_on_their_own_devices_hold_the_smaller_number_of_blocks(folder: Path) -> None:
     """`two_devices.py` checks that no host tensor goes through the devices' group."""
     if reason := why_no_second():
         pytest.skip(reason)
@@ -118,7 +122,7 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return json.loads((folder / "found.json").read_text())  # type: ignore[no-any-return]
 
 
-def test_the_kv_of_all_heads_comes_along_and_nothing_is_computed_again(moved: Found) -> None:
+def test_a_move_carries_the_kv_of_all_heads_and_recomputes_nothing(moved: Found) -> None:
     move, whole = moved["a move"], moving.make()
     assert move["same"] == [True, True]
     assert move["widths"] == [space.bytes_per_position for space in whole.state.spaces], "as of a whole model"
@@ -127,13 +131,13 @@ def test_the_kv_of_all_heads_comes_along_and_nothing_is_computed_again(moved: Fo
     assert move["free"] == [move["blocks"]] * 2
 
 
-def test_forced_moves_meet_what_can_happen_to_them(moved: Found) -> None:
+def test_forced_moves_cover_drafts_shared_prompts_and_moves_given_up(moved: Found) -> None:
     seen = moved["seen"]
     wanted = {"moved", "moved twice or more", "given up", "drafted", "shares a prompt there"}
     assert wanted <= {what for what, times in seen.items() if times}, seen
 
 
-def test_a_whole_model_and_parts_of_it_refuse_each_other_and_the_sequence_goes_on(moved: Found) -> None:
+def test_moves_between_a_whole_model_and_parts_are_refused(moved: Found) -> None:
     refused = moved["refused"]
     for name in ("a whole", "parts", "tokens of a whole", "tokens of parts"):
         field, said = refused[name]
@@ -142,6 +146,6 @@ def test_a_whole_model_and_parts_of_it_refuse_each_other_and_the_sequence_goes_o
     assert refused["a whole goes on"] == refused["parts goes on"] == "length"
 
 
-def test_weights_that_differ_in_another_process_alone_are_others(moved: Found) -> None:
+def test_a_move_is_refused_if_weights_differ_in_any_process(moved: Found) -> None:
     [field, _] = moved["refused"]["other weights"]
     assert field == "fingerprint"

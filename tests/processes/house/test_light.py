@@ -30,7 +30,7 @@ VIEW = [f"rlhfspec.runs.{name}" for name in ("view.view", "view.summary", "folde
     ],
     ids=["words", "plugin", "view"],
 )
-def test_what_is_imported_imports_no(modules: list[str], without: set[str]) -> None:
+def test_light_modules_import_none_of_the_heavy_ones(modules: list[str], without: set[str]) -> None:
     code = f"import sys, {', '.join(modules)}; sys.exit(bool({without} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -56,7 +56,7 @@ def test_no_command_imports_torch_or_a_benchmark(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code, *commands], check=True, timeout=60)
 
 
-def test_an_awake_clock_passes_over_what_nobody_worked_in() -> None:
+def test_an_awake_clock_skips_long_gaps_without_work() -> None:
     passed, computed = [100.0], [0.0]
     clock = AwakeClock(stopped_seconds=5.0, passed=lambda: passed[0], computed=lambda: computed[0])
     seen = [clock.now()]
@@ -68,7 +68,7 @@ def test_an_awake_clock_passes_over_what_nobody_worked_in() -> None:
     assert spent == [1.0, 4.0, 0.0, 1.0, 60.0, 0.0, 1.0], "two hours, and 6 s without work, were a stop; 60 s were not"
 
 
-async def test_a_wait_that_nobody_else_asks_the_clock_in_is_no_stop() -> None:
+async def test_a_sleep_without_other_reads_of_the_clock_counts_as_time() -> None:
     clock = AwakeClock(stopped_seconds=1.0)
     began = clock.now()
     await clock.sleep(2.0)
@@ -100,7 +100,7 @@ asyncio.run(supervisor.run([Slow("trainer", 0, vitals)], asyncio.Event()))
 
 
 @pytest.mark.parametrize("activity", ['self.vitals.working("x", deadline_seconds=2.0)', 'self.vitals.waiting("x")'])
-def test_a_process_that_was_stopped_has_not_stalled(activity: str) -> None:
+def test_a_process_paused_by_sigstop_has_not_stalled(activity: str) -> None:
     code = STOPPED_RUN.format(activity=activity)
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "begun\n"

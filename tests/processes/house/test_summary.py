@@ -113,7 +113,7 @@ def collected(repository: Path, *options: str) -> set[str]:
     return {line.split("::")[1] for line in said.splitlines() if "::" in line}
 
 
-def test_a_run_takes_the_part_of_a_sweep_that_its_commit_says(repository: Path) -> None:
+def test_each_commit_runs_its_own_part_of_a_sweep(repository: Path) -> None:
     parts = [collected(repository)]  # without git
     git = ["git", "-c", "user.name=n", "-c", "user.email=e@example.com", "-c", "init.defaultBranch=main"]
     subprocess.run([*git, "init", "-q"], cwd=repository, check=True)
@@ -130,14 +130,14 @@ def test_a_run_takes_the_part_of_a_sweep_that_its_commit_says(repository: Path) 
     assert all(("test_c[0]" in turn) == ("test_c[1]" in turn) for turn in turns), "a test is taken with all its values"
 
 
-def test_a_turn_comes_with_every_value() -> None:
+def test_every_turn_of_a_sweep_meets_every_value() -> None:
     assert len({(seed % 3, seed_of_turns(seed) % 3) for seed in range(100)}) == 9
 
 
 @pytest.mark.parametrize(
     ("options", "number"), [("--whole", 10), ("::test_values[4] ::test_values[5]", 2), ("::test_slow", 2)]
 )
-def test_all_values_are_taken_on_demand(repository: Path, options: str, number: int) -> None:
+def test_all_values_of_a_sweep_run_on_demand(repository: Path, options: str, number: int) -> None:
     file = "tests/unit/room/test_values.py"
     given = [file + each for each in options.split()] if ":" in options else [options, file]
     assert len(collected(repository, *given)) == number
@@ -183,7 +183,7 @@ def told(environment: dict[str, str]) -> list[str]:
     return sorted(f"{name}={value}" for name, value in environment.items())
 
 
-def test_it_is_told_what_the_command_says(tmp_path: Path) -> None:
+def test_a_warm_process_gets_the_arguments_and_environment_of_its_command(tmp_path: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "RLHFSPEC_RUN": "ü f"}
     command = [sys.executable, "-c", ABOUT, "one", "two words"]
     with (tmp_path / "lock").open("w") as lock:
@@ -198,7 +198,7 @@ def test_it_is_told_what_the_command_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("given", "warm"), [("os.environ | {'A': 'b'}", True), ("{'A': 'b'}", False)])
-def test_what_it_starts_is_its_child(given: str, warm: bool) -> None:
+def test_a_process_started_by_a_warm_process_is_its_child(given: str, warm: bool) -> None:
     """A process that it starts is warm too, unless its environment has other variables that imports read."""
     command = [sys.executable, "-c", STARTS.replace("ENVIRONMENT", given)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -211,12 +211,12 @@ def test_what_it_starts_is_its_child(given: str, warm: bool) -> None:
 
 
 @pytest.mark.parametrize("code", ["import sys; sys.exit(7)", "import os; os.kill(os.getpid(), 9)"])
-def test_it_ends_as_the_process_would(code: str) -> None:
+def test_a_warm_process_ends_with_the_exit_code_of_its_command(code: str) -> None:
     done = warmed.run([sys.executable, "-c", code], env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == (7 if "exit" in code else -9)
 
 
 @pytest.mark.parametrize("variable", ["PYTHONUTF8", "OMP_NUM_THREADS", "LC_ALL", "TRITON_INTERPRET"])
-def test_what_imports_read_makes_it_a_process_as_usual(variable: str) -> None:
+def test_a_variable_that_imports_read_starts_a_cold_process(variable: str) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | {variable: "0" if variable != "LC_ALL" else "C.UTF-8"}
     assert not about([sys.executable, "-c", ABOUT], env=environment)["is warm"]

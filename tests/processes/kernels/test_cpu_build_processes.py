@@ -108,13 +108,13 @@ main()
 
 
 @pytest.mark.skipif(not tune_malloc(), reason="the C library is not glibc: its allocator has no such settings")
-def test_a_command_has_one_arena_for_all_threads() -> None:
+def test_malloc_uses_one_arena_for_all_threads_of_a_command() -> None:
     """The setting takes effect before torch, and before any thread gets its own arena."""
     done = run_python(ARENAS)
     assert done.stdout.count("<heap nr=") == 1, done.stdout + done.stderr
 
 
-def test_a_build_says_so_once_and_is_cached(sources: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_build_is_announced_once_and_then_cached(sources: Path, capfd: pytest.CaptureFixture[str]) -> None:
     first = build.build()
     assert "building" in capfd.readouterr().err
     assert tiny_answer(first) == 42

@@ -92,7 +92,7 @@ def test_two_ranks_that_compute_layers_again_train_the_same_bits(found: Path) ->
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_first_rank_alone_proves_the_model_and_all_have_what_one_has(found: Path, dtype: str) -> None:
+def test_only_the_first_rank_proves_the_model_and_all_ranks_train_alike(found: Path, dtype: str) -> None:
     """Ranks read their shares of a bfloat16 file and convert them to their own type."""
     theirs = [torch.load(found / f"stored-{dtype}-{rank}.pt", weights_only=True) for rank in (0, 1)]
     assert [each["asked"] for each in theirs] == [2, 0], "policy and critic"
@@ -112,7 +112,7 @@ def test_no_rank_waits_for_a_model_that_the_first_one_refuses(found: Path) -> No
 
 
 @pytest.mark.whole("sets of ranks, each a process that imports torch")
-def test_every_rank_trains_on_its_own_device_what_one_trains(on_devices: Path) -> None:
+def test_ranks_on_their_own_devices_train_what_one_rank_trains(on_devices: Path) -> None:
     """`two_devices.py` checks that no host tensor goes through the devices' group."""
     theirs = torch.load(on_devices / "devices.pt", weights_only=True)
     for rank in (0, 1):
@@ -138,11 +138,11 @@ def test_both_ranks_refuse_what_is_not_finite(found: Path) -> None:
         assert "not finite; nothing was trained on it" in (found / f"overflow-{rank}").read_text()
 
 
-def test_a_follower_says_what_it_waited_for(found: Path) -> None:
+def test_a_follower_names_the_command_that_it_waited_for(found: Path) -> None:
     assert "trainer 1: waited for a command of rank 0" in (found / "silence").read_text()
 
 
-def test_alone_a_leader_is_the_learner(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leader_without_other_ranks_is_a_plain_learner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with joined(timeout_seconds=1.0, silence_seconds=1.0) as ranks:
         assert ranks == Ranks()
@@ -203,7 +203,7 @@ def test_two_by_two_ranks_train_what_one_process_trains(trained: Path, kind: str
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_ranks_of_a_layer_have_alike_stays_the_same_bits(trained: Path, kind: str) -> None:
+def test_replicas_of_a_layer_keep_the_same_bits_on_all_ranks(trained: Path, kind: str) -> None:
     first, second, third, fourth = torch.load(trained / f"{kind}.pt", weights_only=True)["replicas"]
     assert (first, third) == (second, fourth)
 
@@ -216,13 +216,13 @@ def test_a_rank_has_a_quarter_of_the_parameters(trained: Path) -> None:
 
 @pytest.mark.whole("six sets of ranks, each a process that imports torch")
 @pytest.mark.parametrize("step", range(2, len(SETS) + 1))
-def test_any_other_set_goes_on_with_the_same_bits(resumed: Path, step: int) -> None:
+def test_a_checkpoint_loads_the_same_bits_on_any_set_of_ranks(resumed: Path, step: int) -> None:
     with CheckpointStore(resumed / "checkpoints", keep=9) as store:
         same_states(store.load(1)["learner"], store.load(step)["learner"])
 
 
 @pytest.mark.whole("six sets of ranks, each a process that imports torch")
-def test_what_follows_is_the_same_bits_on_the_same_set_and_close_on_another(resumed: Path) -> None:
+def test_the_next_step_has_the_same_bits_on_the_same_set_of_ranks(resumed: Path) -> None:
     steps = [torch.load(resumed / f"next-{step}.pt", weights_only=True) for step in range(1, len(SETS) + 1)]
     for model in ("policy", "critic"):
         for name, tensor in steps[0][model].items():
@@ -233,7 +233,7 @@ def test_what_follows_is_the_same_bits_on_the_same_set_and_close_on_another(resu
 
 
 @pytest.mark.whole("six sets of ranks, each a process that imports torch")
-def test_files_of_ranks_hold_their_parts_and_no_more(resumed: Path) -> None:
+def test_files_of_ranks_hold_only_their_own_parts(resumed: Path) -> None:
     def sizes(step: int) -> dict[str, int]:
         folder = resumed / "checkpoints" / f"step-{step:08d}"
         return {path.stem: path.stat().st_size for path in folder.glob("*.safetensors")}

@@ -78,7 +78,7 @@ def test_ranges_of_any_sizes_arrive_whole_from_another_process(ends: Ends, kind:
         ranges()
 
 
-def test_what_a_killed_source_sent_is_whole_and_then_gone(ends: Ends, kind: str) -> None:
+def test_ranges_from_a_killed_source_are_whole_or_missing(ends: Ends, kind: str) -> None:
     landing = ends.landing(kind)
     with other(SOURCE) as source:
         source.say(landing.offer)
@@ -114,7 +114,7 @@ def test_a_destination_that_stands_still_is_given_up(ends: Ends, kind: str) -> N
                 sending.send(f"m/{number}", 30 << 20)
 
 
-def test_nobody_there_any_more(kind: str) -> None:
+def test_connecting_to_a_closed_landing_fails(kind: str) -> None:
     landing = make_landing(kind)
     landing.close()
     with pytest.raises(LinkError, match="cannot connect"):
@@ -122,7 +122,7 @@ def test_nobody_there_any_more(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["shm", *NIXL])
-def test_an_end_that_is_killed_leaves_no_file(kind: str) -> None:
+def test_a_killed_end_of_a_link_leaves_no_shared_memory_file(kind: str) -> None:
     before = shared_names()
     with other(DESTINATION, kind) as destination, other(SOURCE) as source:
         source.say(destination.hear())
@@ -215,13 +215,13 @@ def test_a_hostile_header_ends_its_connection_and_nothing_else(ends: Ends, kind:
 
 
 @pytest.mark.parametrize("kind", BY_SOCKET)
-def test_who_stops_in_the_middle_is_given_up(ends: Ends, kind: str) -> None:
+def test_a_sender_that_stops_mid_header_is_disconnected(ends: Ends, kind: str) -> None:
     connection = let_in(ends.landing(kind, seconds=0.2))
     connection.sendall(header()[:9])
     assert_thrown_out(connection)
 
 
-def test_a_range_that_is_cut_off_is_told_to_who_waits_for_it(ends: Ends) -> None:
+def test_a_waiting_take_fails_if_its_range_is_cut_off(ends: Ends) -> None:
     connection = let_in(landing := ends.landing("tcp"))
     connection.sendall(header(size=1 << 20) + b"a" * 1000)
     with ThreadPoolExecutor(1) as beside:
@@ -232,7 +232,7 @@ def test_a_range_that_is_cut_off_is_told_to_who_waits_for_it(ends: Ends) -> None
     assert landing.num_bytes == 0
 
 
-def test_a_key_twice_ends_the_connection_and_the_first_stays(ends: Ends) -> None:
+def test_a_repeated_key_ends_the_connection_and_keeps_the_first_range(ends: Ends) -> None:
     connection = let_in(landing := ends.landing("tcp"))
     connection.sendall(header() + b"abc" + header() + b"xyz")
     assert_thrown_out(connection)
@@ -242,7 +242,7 @@ def test_a_key_twice_ends_the_connection_and_the_first_stays(ends: Ends) -> None
 
 @pytest.mark.parametrize("kind", BY_SOCKET)
 @pytest.mark.parametrize("what", ["foreign/0", "unwanted/0"])
-def test_what_nobody_takes_or_wants_any_more_is_not_kept(
+def test_ranges_that_nobody_wants_are_not_kept(
     ends: Ends, kind: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if what == "foreign/0":
@@ -260,7 +260,7 @@ def test_what_nobody_takes_or_wants_any_more_is_not_kept(
 
 
 @pytest.mark.parametrize("kind", BY_SOCKET)
-def test_who_does_not_know_the_token_is_refused(ends: Ends, kind: str) -> None:
+def test_a_sender_without_the_token_is_refused(ends: Ends, kind: str) -> None:
     landing = ends.landing(kind)
     stranger = json.dumps(json.loads(landing.offer) | {"token": "00" * 32})
     with pytest.raises(LinkError, match=r"closed|token|broke"):
@@ -269,7 +269,7 @@ def test_who_does_not_know_the_token_is_refused(ends: Ends, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", BY_SOCKET)
-def test_a_false_proof_is_answered_with_nothing(ends: Ends, kind: str) -> None:
+def test_a_false_proof_gets_no_answer(ends: Ends, kind: str) -> None:
     landing = ends.landing(kind)
     stranger = connected(landing)
     assert stranger.recv(24, socket.MSG_WAITALL).startswith(frames.MAGIC)
@@ -277,7 +277,7 @@ def test_a_false_proof_is_answered_with_nothing(ends: Ends, kind: str) -> None:
     assert_thrown_out(stranger)
 
 
-def test_a_source_tells_its_secret_to_nobody() -> None:
+def test_a_source_does_not_reveal_its_secret_to_an_impostor() -> None:
     """Another program may have the port by now; it learns nothing and is not believed."""
     landing = make_landing("tcp")
     offer = json.loads(landing.offer)
@@ -301,7 +301,7 @@ def test_a_source_tells_its_secret_to_nobody() -> None:
 
 
 @pytest.mark.parametrize("kind", BY_SOCKET)
-def test_strangers_are_few_at_a_time_and_in_nobodys_way(ends: Ends, kind: str) -> None:
+def test_unauthenticated_connections_are_bounded_and_block_no_sender(ends: Ends, kind: str) -> None:
     landing = ends.landing(kind, seconds=2)
     sending = ends.sending(landing.offer)
     strangers = [connected(landing) for _ in range(3 * frames._MOST_STRANGERS)]
@@ -320,7 +320,7 @@ def test_strangers_are_few_at_a_time_and_in_nobodys_way(ends: Ends, kind: str) -
 
 @settings(max_examples=60, deadline=None)
 @given(st.booleans(), st.sampled_from(BY_SOCKET), st.lists(st.binary(max_size=60), max_size=4))
-def test_whatever_is_said_the_landing_stays_whole(is_let_in: bool, kind: str, said: list[bytes]) -> None:
+def test_arbitrary_bytes_leave_a_landing_usable(is_let_in: bool, kind: str, said: list[bytes]) -> None:
     landing = make_landing(kind, seconds=5)
     connection = let_in(landing)
     with suppress(OSError):  # thrown out already
@@ -363,10 +363,10 @@ def test_memory_that_could_shrink_under_the_reader_is_refused(ends: Ends, make: 
     assert_thrown_out(connection)
 
 
-def test_a_place_that_was_never_handed_over_is_refused(ends: Ends) -> None:
+def test_a_shared_memory_place_that_was_not_handed_over_is_refused(ends: Ends) -> None:
     connection = let_in(landing := ends.landing("shm"))
     connection.sendall(header(place=7))
-    with pytest.raises(LinkError, match="is none that was handed over"):
+    with pytest.raises(LinkError, match="names no memory that was handed over"):
         landing.take("m/0", 3, timeout=120)
     assert_thrown_out(connection)
 
@@ -388,7 +388,7 @@ class Relay(Proxy):
         return piece
 
 
-def test_a_slow_link_is_slow_and_right(ends: Ends) -> None:
+def test_a_slow_link_delivers_the_right_bytes(ends: Ends) -> None:
     landing, content = ends.landing("tcp"), pattern(500_001)
     with Relay(landing.offer, lambda _: not time.sleep(0.0005), piece=4096) as relay:
         send(ends.sending(relay.offer), "m/0", content)
@@ -396,7 +396,7 @@ def test_a_slow_link_is_slow_and_right(ends: Ends) -> None:
         landing.done("m/0")
 
 
-def test_a_cable_that_is_cut_in_mid_range(ends: Ends) -> None:
+def test_a_connection_cut_in_mid_range_fails_at_both_ends(ends: Ends) -> None:
     landing = ends.landing("tcp")
     with Relay(landing.offer, lambda total: total < 8 << 20) as relay:
         sending = ends.sending(relay.offer, seconds=10)
@@ -448,7 +448,7 @@ def test_credentials_of_another_run_are_refused(ends: Ends, credentials: tuple[P
         open_sending(landing.offer, seconds=5)
 
 
-def test_who_shows_no_certificate_is_refused(ends: Ends, credentials: tuple[Path, Path]) -> None:
+def test_a_sender_without_a_certificate_is_refused(ends: Ends, credentials: tuple[Path, Path]) -> None:
     ours, _ = credentials
     landing = ends.landing("tcp", tls=server_tls(ours, "generator"))
     bare = ssl.create_default_context(cafile=str(ours / "ca.pem"))

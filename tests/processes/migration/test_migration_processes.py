@@ -45,7 +45,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
-def test_between_two_processes(kind: str) -> None:
+def test_a_sequence_moves_between_two_processes_and_keeps_its_bits(kind: str) -> None:
     code = THERE.format(tests=str(TESTS), kind=kind, options=LONG)
     process = warmed.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with process, process.stdin as stdin, process.stdout as stdout:

@@ -70,7 +70,7 @@ def place(tmp_path: Path, job_file: Path) -> Place:
 
 def test_a_good_job_gets_a_folder_and_its_paths(place: Place) -> None:
     assert place.run() == exits.DONE
-    assert place.said() == f"prepared: {place.folder} begins"
+    assert place.said() == f"prepared: {place.folder} (new run)"
     assert place.resolved()["spec"]["dataset"]["path"] == str(place.storage / "data.jsonl")
     assert place.connections.job().metadata.namespace == "team"
     with RunFolder(place.folder) as folder:
@@ -80,7 +80,7 @@ def test_a_good_job_gets_a_folder_and_its_paths(place: Place) -> None:
         os.close(take_lock(folder.path / ".lock"))  # whoever trains takes it
 
 
-def test_every_problem_is_in_one_line_that_begins_with_the_first_field(place: Place) -> None:
+def test_all_problems_are_reported_in_one_line_starting_with_a_field(place: Place) -> None:
     place.job["spec"]["trainig"] = {"steps": 3}
     place.job["spec"]["algorithm"]["samplesPerPrompt"] = 0
     place.job["spec"]["dataset"]["path"] = "dtaa.jsonl"
@@ -106,7 +106,7 @@ def test_a_wrong_reward_function_is_found_before_anything_starts(place: Place, f
 
 
 @pytest.mark.parametrize("function", ["broken:reward", "asking:reward"])
-def test_rewards_are_left_to_the_pod_that_runs_them(place: Place, function: str) -> None:
+def test_prepare_does_not_run_reward_functions(place: Place, function: str) -> None:
     """This pod alone reaches the Internet."""
     ran = place.storage / "it-ran"
     (place.storage / "broken.py").write_text(f"open({str(ran)!r}, 'w')\n1 / 0\ndef reward(completion): return 0.0\n")
@@ -117,7 +117,7 @@ def test_rewards_are_left_to_the_pod_that_runs_them(place: Place, function: str)
     assert not ran.exists()
 
 
-def test_modules_of_the_storage_take_the_place_of_no_library(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_in_the_storage_do_not_shadow_libraries(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pod's working directory is the storage, which jobs write."""
     ran = place.storage / "it-ran"
     for library in ("yaml", "pydantic", "huggingface_hub", "transformers"):
@@ -131,23 +131,23 @@ def test_modules_of_the_storage_take_the_place_of_no_library(place: Place, monke
     assert not ran.exists()
 
 
-def test_what_other_pods_have_is_not_asked_of_this_one(place: Place) -> None:
+def test_prepare_does_not_check_what_only_other_pods_have(place: Place) -> None:
     place.job["spec"]["rewards"]["sources"][0] = {"type": "http", "url": "${JUDGE}", "headers": {"key": "${KEY}"}}
     place.job["spec"]["roles"] = {"generator": {"workers": 10_000}}
     assert place.prepare().endswith("begins")
 
 
-def test_it_goes_on_in_a_folder_that_was_trained_in(place: Place) -> None:
+def test_prepare_goes_on_in_a_folder_with_trained_steps(place: Place) -> None:
     place.prepare()
     with RunFolder(place.folder) as folder:
         folder.go_on_after(0)
         folder.append_step(example_step(step=1))
     place.job["spec"]["training"]["steps"] = 9
-    assert place.prepare().endswith("goes on; it has 1 steps")
+    assert place.prepare().endswith(" (existing run with 1 steps)")
     assert place.resolved()["spec"]["training"]["steps"] == 9
 
 
-def test_killed_half_way_it_is_done_again(place: Place) -> None:
+def test_a_prepare_killed_half_way_can_be_repeated(place: Place) -> None:
     place.prepare()
     whole = {path.name for path in place.folder.iterdir()}
     for name in ("manifest.json", "job.yaml", "processes"):
@@ -176,12 +176,12 @@ def test_a_folder_that_other_jobs_share_is_refused(place: Place, name: str) -> N
     place.connections_file.write_text(place.connections.model_dump_json())
     assert place.run() == exits.PERMANENT
     assert place.said().startswith("spec.storage.runFolder: "), place.said()
-    assert place.said().split(": ")[1].startswith(("is shared by all jobs", "lies in the run folder"))
+    assert place.said().split(": ")[1].startswith(("is shared by all jobs", "is inside the run folder"))
     assert not (folder / "processes").exists()
 
 
 @pytest.mark.parametrize("name", [".lock", "processes", "processes/job.json", ".job.yaml.tmp"])
-def test_links_of_the_run_folder_lead_nowhere(place: Place, name: str) -> None:
+def test_symbolic_links_in_the_run_folder_are_refused(place: Place, name: str) -> None:
     """Code of the user writes there; this pod writes the whole claim."""
     place.prepare()
     other = place.storage / "other"
@@ -217,23 +217,23 @@ def test_a_run_goes_on_with_another_template_of_its_pods(place: Place) -> None:
     assert place.prepare().endswith("begins")
 
 
-def test_while_another_pod_writes_there_it_is_no_fault_of_the_job(place: Place) -> None:
+def test_a_folder_locked_by_another_pod_is_no_fault_of_the_job(place: Place) -> None:
     place.prepare()
     held = take_lock(place.folder / ".lock")
     try:
         assert place.run() == exits.ERROR
-        assert "another run writes here" in place.said()
+        assert "another run is writing here" in place.said()
     finally:
         os.close(held)
 
 
-def test_no_connections_file_is_one_line(place: Place) -> None:
+def test_a_missing_connections_file_is_refused_in_one_line(place: Place) -> None:
     place.connections_file.unlink()
     assert place.run() == exits.PERMANENT
     assert "cannot be read" in place.said()
 
 
-def test_models_and_data_of_this_house_are_made_in_the_storage(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiny_models_and_data_are_made_in_the_storage(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLHFSPEC_CACHE", str(place.storage / "cache"))
     place.job["spec"]["dataset"]["path"] = "tiny:sums.jsonl"
     place.prepare()
@@ -249,7 +249,7 @@ def test_a_model_of_the_hub_is_fetched_and_pods_read_its_folder(place: Place, mo
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     place.job["spec"]["model"] = {"path": "owner/name"}
     assert place.run() == exits.ERROR
-    assert place.said().startswith("owner/name: spec.model.path is no folder in the job's storage, so it is a hub id")
+    assert place.said().startswith("owner/name: spec.model.path is not a folder in the job's storage, and the hub ")
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("c0ffee")
     (cached / "snapshots" / "c0ffee").mkdir(parents=True)
@@ -261,7 +261,7 @@ def test_a_model_of_the_hub_is_fetched_and_pods_read_its_folder(place: Place, mo
 
 @pytest.mark.usefixtures("object_credentials")
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "a part"])
-def test_a_model_that_a_job_before_had_made_is_fetched_unless_it_was_not_sent_to_the_end(
+def test_a_model_is_fetched_from_the_object_store_only_if_sent_whole(
     place: Place, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
 ) -> None:
     made: list[str] = []

@@ -55,7 +55,7 @@ def dead(memory: Path, uid: str, place: Path, *, guarded: bool = False) -> Path:
     return memory / f"rlhfspec-{uid}"
 
 
-def test_a_dead_runs_processes_memory_and_keys_go(memory: Path, place: Path) -> None:
+def test_processes_memory_and_keys_of_a_dead_run_are_removed(memory: Path, place: Path) -> None:
     with child_of("d1") as worker:
         folder = dead(memory, "d1", place)
         assert end_dead_runs() == ["d1"]
@@ -65,7 +65,9 @@ def test_a_dead_runs_processes_memory_and_keys_go(memory: Path, place: Path) -> 
     assert end_dead_runs() == []
 
 
-def test_its_place_has_its_uid_from_the_start(memory: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_place_of_a_run_holds_its_uid_from_the_start(
+    memory: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A late guardian of an earlier run would otherwise remove the folder."""
     seen: list[bool] = []
     write = Path.write_text
@@ -91,7 +93,7 @@ def test_a_run_that_lives_is_left_alone(memory: Path, place: Path) -> None:
     assert not living.path.exists()
 
 
-def test_what_another_run_does_in_the_same_folder_by_now_is_left_alone(memory: Path, place: Path) -> None:
+def test_a_folder_used_by_a_newer_run_is_left_alone(memory: Path, place: Path) -> None:
     folder = dead(memory, "d3", place)
     lock = take_lock(place.parent / ".lock")
     try:
@@ -102,7 +104,7 @@ def test_what_another_run_does_in_the_same_folder_by_now_is_left_alone(memory: P
     assert place.exists()
 
 
-def test_only_folders_that_this_user_alone_could_write_are_believed(memory: Path, place: Path) -> None:
+def test_only_folders_private_to_this_user_are_trusted(memory: Path, place: Path) -> None:
     folder = dead(memory, "d4", place)
     folder.chmod(0o755)
     (memory / "rlhfspec-faults-x").mkdir(mode=0o700)  # somebody's, who only has the name in common
@@ -114,7 +116,9 @@ def test_only_folders_that_this_user_alone_could_write_are_believed(memory: Path
     assert place.exists()
 
 
-def test_without_shared_memory_tmp_is_taken(tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scratch_folder_is_in_tmp_without_shared_memory(
+    tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(scratch, "SHARED_MEMORY", tmp_path / "missing")
     made = Scratch("e5", place)
     made.make()
@@ -127,7 +131,7 @@ def nowhere_to_write() -> str:
 
 
 @pytest.mark.parametrize("step", ["before", "no place", "nowhere", "taken"])
-def test_what_was_never_made_is_not_removed_and_least_of_all_the_current_folder(
+def test_a_scratch_that_was_never_made_removes_nothing(
     tmp_path: Path, memory: Path, place: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     thesis = tmp_path / "here" / "thesis.tex"
@@ -151,7 +155,7 @@ def test_what_was_never_made_is_not_removed_and_least_of_all_the_current_folder(
     assert step != "taken" or all(file.exists() for file in of_another)
 
 
-def test_who_goes_on_in_a_run_folder_waits_for_the_guardians_of_the_run_before(memory: Path, place: Path) -> None:
+def test_a_new_run_in_a_folder_waits_for_the_guardians_of_the_old_run(memory: Path, place: Path) -> None:
     """The guardians would otherwise remove what the new run makes."""
     folder = dead(memory, "d6", place, guarded=True)
     end_run_in(place)
@@ -181,12 +185,12 @@ def test_weights_that_do_not_fit_into_memory_go_to_the_disk(small_disk: Path, tm
     assert place_of_weights(memory, tmp_path, 1 << 19) == (memory, "")
     folder, told = place_of_weights(memory, tmp_path, 4 << 20)
     assert folder == tmp_path / "weights"
-    assert told == (f"{small_disk} has 2.1 MB free, and the job's weights need 4.2 MB: they go through {tmp_path}")
+    assert told == (f"{small_disk} has 2.1 MB free, but the job's weights need 4.2 MB: using {tmp_path} instead")
     with pytest.raises(
         StorageError, match=rf"{small_disk}: disk full: the job's weights need 4.2 MB, and 2.1 MB are free"
     ):
         place_of_weights(memory, small_disk, 4 << 20)
 
 
-def test_free_room_is_what_this_user_may_take(small_disk: Path) -> None:
+def test_free_bytes_counts_only_what_this_user_may_use(small_disk: Path) -> None:
     assert 2_000_000 < room.free_bytes(small_disk) <= 2 << 20

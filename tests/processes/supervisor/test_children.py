@@ -45,7 +45,7 @@ def restarts(**policy: object) -> Restarts:
     return Restarts(FailurePolicy.model_validate(policy), random.Random(0))
 
 
-def test_waits_grow_up_to_the_longest_and_begin_anew_with_a_trained_step() -> None:
+def test_restart_delays_double_up_to_the_maximum_and_forget_resets_them() -> None:
     policy = restarts(maxRestarts=9, backoffSeconds=1.0, maxBackoffSeconds=5.0)
     waits = [policy.delay_after("error") or 0.0 for _ in range(6)]
     for wait, most in zip(waits, (1.0, 2.0, 4.0, 5.0, 5.0, 5.0), strict=True):
@@ -55,7 +55,7 @@ def test_waits_grow_up_to_the_longest_and_begin_anew_with_a_trained_step() -> No
     assert (policy.delay_after("error") or 0.0) <= 1.0
 
 
-def test_what_is_counted_ends_after_so_many_and_what_is_not_ends_too() -> None:
+def test_restarts_stop_after_max_restarts_and_uncounted_ones_after_a_bound() -> None:
     policy = restarts(maxRestarts=2, counted=["error"])
     assert [policy.delay_after("error") is None for _ in range(3)] == [False, False, True]
     policy = restarts(maxRestarts=0, counted=["error"])
@@ -72,7 +72,7 @@ def drawn(known: KnownRun) -> dict[str, ProcessState]:
     return {state.name: state for state in process_states(known.run, known.clock.now())}
 
 
-def test_a_wait_names_who_could_end_it_and_has_something_to_do() -> None:
+def test_a_waiting_process_names_the_working_process_that_it_waits_for() -> None:
     known = KnownRun(FakeClock())
     for stage, worker, doing in (("generator", 0, "waiting"), ("generator", 1, "working"), ("reward", 0, "waiting")):
         started(known, stage, worker)
@@ -83,7 +83,7 @@ def test_a_wait_names_who_could_end_it_and_has_something_to_do() -> None:
     assert drawn(known)["reward 0"].waits_for == ("generator",), "all of them wait themselves"
 
 
-async def test_silence_is_told_and_a_process_that_somebody_stopped_is_not_silent() -> None:
+async def test_a_process_without_beats_is_silent_but_a_stopped_one_is_held() -> None:
     known = KnownRun(clock := FakeClock())
     started(known, "reward")
     known.tell(INFO, BEAT)
@@ -99,7 +99,7 @@ async def test_silence_is_told_and_a_process_that_somebody_stopped_is_not_silent
     assert drawn(known)["reward 0"].doing == "waiting"
 
 
-async def test_a_worker_started_by_hand_joins_and_is_gone_when_it_says_nothing() -> None:
+async def test_a_worker_started_by_hand_joins_and_is_dropped_when_silent() -> None:
     known = KnownRun(clock := FakeClock())
     started(known, "generator")
     assert known.run.is_only_worker(("generator", 0))
@@ -240,14 +240,14 @@ async def test_a_killed_worker_comes_back_and_the_trainers_end_ends_the_run(tmp_
         assert not any(child.pid for child in run.children.values())
 
 
-async def test_a_worker_that_leaves_while_it_starts_is_not_waited_for(tmp_path: Path) -> None:
+async def test_the_start_does_not_wait_for_a_worker_that_left_meanwhile(tmp_path: Path) -> None:
     run = Run(tmp_path, {("generator", 0): LIVES, ("generator", 1): LEAVES, ("trainer", 0): LIVES})
     async with opened(run) as children:
         starting = asyncio.create_task(children.start())
         log = tmp_path / "generator-1.jsonl"
         await run.until(lambda: log.exists() and log.read_text())
         run.children["generator", 1].ask_to_leave()
-        await run.until(lambda: "generator 1 left: another program asked it to" in run.said)
+        await run.until(lambda: "generator 1 left: another program stopped it" in run.said)
         await run.ready("generator")
         await run.until(lambda: children.known.run.workers["generator", 0].info)
         assert not starting.done(), "the trainer is awaited"
@@ -265,7 +265,7 @@ async def test_work_past_its_deadline_kills_its_process_and_is_named(tmp_path: P
         await run.fails(running, "reward 0: failed: stalled: reward of sums/3/7/1 takes 66 s, longer")
 
 
-async def test_when_everybody_waits_the_run_ends_and_names_every_wait(tmp_path: Path) -> None:
+async def test_a_run_whose_workers_all_wait_ends_and_the_error_names_each_wait(tmp_path: Path) -> None:
     run = Run(tmp_path, {("reward", 0): LIVES, ("trainer", 0): LIVES})
     async with opened(run, stall_seconds=20.0) as children:
         running = await run.begun(children)
@@ -276,7 +276,7 @@ async def test_when_everybody_waits_the_run_ends_and_names_every_wait(tmp_path: 
         await run.fails(running, "reward 0 waits for finished samples, from prompts or generator", LoopStalled)
 
 
-async def test_a_trained_step_forgives_what_failed_before(tmp_path: Path) -> None:
+async def test_a_trained_step_resets_the_failure_count(tmp_path: Path) -> None:
     run = Run(tmp_path, {("reward", 0): FAILS % (1, 1)}, maxRestarts=1)
     async with opened(run) as children:
         starting = asyncio.create_task(children.start())
@@ -286,7 +286,7 @@ async def test_a_trained_step_forgives_what_failed_before(tmp_path: Path) -> Non
         await run.fails(starting, "since step 4")
 
 
-async def test_a_step_that_is_trained_again_forgives_nothing(tmp_path: Path) -> None:
+async def test_a_repeated_step_does_not_reset_the_failure_count(tmp_path: Path) -> None:
     """Steps 1 to 3, repeated after a failure at step 4, do not reset the failure count."""
     run = Run(tmp_path, {("trainer", 0): FAILS % (1, 1)}, maxRestarts=3)
     async with opened(run) as children:
@@ -301,7 +301,7 @@ async def test_a_step_that_is_trained_again_forgives_nothing(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("begun", [False, True])
-async def test_a_full_disk_ends_the_run_at_the_first(tmp_path: Path, begun: bool) -> None:
+async def test_a_full_disk_ends_the_run_at_the_first_failure(tmp_path: Path, begun: bool) -> None:
     go = tmp_path / "go"
     waits = f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(.01)\n"
     run = Run(tmp_path, {("trainer", 0): waits + FULL})
@@ -321,14 +321,19 @@ AT_WORK += "ActivityFile(Path(note))('scoring sums/1/0/1 with source digits')\n"
 @pytest.mark.parametrize(
     ("end", "reason"),
     [
-        ("os._exit(0)", "ended with exit code 0 while scoring sums/1/0/1 with source digits, and it was not asked to"),
+        (
+            "os._exit(0)",
+            "ended with exit code 0 while scoring sums/1/0/1 with source digits, without being asked to stop",
+        ),
         ("os._exit(5)", "ended with exit code 5 while scoring sums/1/0/1 with source digits; "),
         ("raise KeyError('x')", "ended with exit code 1 while scoring sums/1/0/1 with source digits: KeyError: 'x'"),
         ("import ctypes; ctypes.string_at(0)", "killed by SIGSEGV while scoring sums/1/0/1 with source digits; "),
         ("os.kill(os.getpid(), 9)", "killed by SIGKILL while scoring sums/1/0/1 with source digits; "),
     ],
 )
-async def test_a_process_that_ends_is_a_failure_and_says_what_it_was_at(tmp_path: Path, end: str, reason: str) -> None:
+async def test_a_process_that_ends_is_restarted_and_its_last_work_is_reported(
+    tmp_path: Path, end: str, reason: str
+) -> None:
     run = Run(tmp_path, {("reward", 0): AT_WORK + end, ("reward", 1): LIVES})
     async with opened(run) as children:
         starting = asyncio.create_task(children.start())
@@ -354,7 +359,7 @@ async def test_a_worker_killed_for_memory_is_named_as_such(tmp_path: Path, monke
         starting.cancel()
 
 
-async def test_last_words_that_the_log_had_no_room_for_are_told(tmp_path: Path) -> None:
+async def test_the_last_error_of_a_process_is_reported_when_its_log_is_full(tmp_path: Path) -> None:
     words = json.dumps({"message": "storage full: out/samples.jsonl: No space left on device", "exit_code": 1})
     program = f"open(note + '.end', 'w').write({words!r})\nos._exit(1)"
     run = Run(tmp_path, {("trainer", 0): AT_WORK + program})
@@ -363,7 +368,7 @@ async def test_last_words_that_the_log_had_no_room_for_are_told(tmp_path: Path) 
         await run.fails(starting, "trainer 0: failed: storage full: out/samples.jsonl: No space left")
 
 
-async def test_who_says_nothing_is_killed_and_what_it_was_at_is_told(tmp_path: Path) -> None:
+async def test_a_silent_process_is_killed_and_its_current_work_is_reported(tmp_path: Path) -> None:
     """The worker's call holds the interpreter's lock."""
     run = Run(tmp_path, {("reward", 0): AT_WORK + LIVES}, maxRestarts=0)
     run.job = a_job(roles={"reward": {"deadlineSeconds": 5}}, failurePolicy={"maxRestarts": 0})
@@ -371,7 +376,7 @@ async def test_who_says_nothing_is_killed_and_what_it_was_at_is_told(tmp_path: P
         running = await run.begun(children)
         note = tmp_path / "reward-0"
         await run.until(lambda: note.exists() and note.read_bytes())
-        await run.fails(running, r"it said nothing for \d+ s while scoring sums/1/0/1 with source digits")
+        await run.fails(running, r"no heartbeat for \d+ s while scoring sums/1/0/1 with source digits")
 
 
 class Once(Interpreters):
@@ -386,7 +391,7 @@ class Once(Interpreters):
 
 @pytest.mark.parametrize("how", ["the trainer is done", "Ctrl-C"])
 @pytest.mark.parametrize("delay", [1e6, 0.01])
-async def test_who_is_to_be_started_again_when_the_run_ends_holds_nobody(
+async def test_a_worker_due_for_a_restart_does_not_delay_the_end_of_the_run(
     tmp_path: Path, how: str, delay: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The run ends while a worker waits for its restart, or is being started."""
@@ -406,10 +411,10 @@ async def test_who_is_to_be_started_again_when_the_run_ends_holds_nobody(
             os.kill(trainer.pid or 0, signal.SIGTERM)
         await run.until(running.done)
         running.result()
-        assert "did not leave within" not in caplog.text
+        assert "did not stop within" not in caplog.text
 
 
-def test_a_hung_call_does_not_keep_the_process() -> None:
+def test_a_hung_call_does_not_keep_the_process_alive() -> None:
     code = (
         "import asyncio, threading\n"
         "from rlhfspec.stage.threads import ComputeThread\n"

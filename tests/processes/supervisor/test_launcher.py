@@ -71,7 +71,7 @@ async def launching(folder: Path) -> AsyncIterator[Started]:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0)  # orphans of other tests are not for us
 
 
-async def test_what_it_starts_is_a_process_of_its_own(tmp_path: Path) -> None:
+async def test_a_started_process_has_its_own_session_arguments_and_log(tmp_path: Path) -> None:
     async with launching(tmp_path) as started:
         started.log().write_text("an older line\n")
         first, other = await asyncio.gather(started.start("sleep"), started.start("sleep", "trainer-0"))
@@ -91,13 +91,13 @@ async def test_what_it_starts_is_a_process_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("argument", "code"), [("0", 0), ("78", 78), ("raise", 1), ("no digits", 1)])
-async def test_its_exit_code_is_told(tmp_path: Path, argument: str, code: int) -> None:
+async def test_the_exit_code_of_a_started_process_is_returned(tmp_path: Path, argument: str, code: int) -> None:
     async with launching(tmp_path) as started:
         assert await (await started.start(argument)).wait() == code
         assert ("no digits" in started.log().read_text()) == (code == 1)
 
 
-async def test_its_death_by_a_signal_is_told(tmp_path: Path) -> None:
+async def test_the_signal_that_killed_a_started_process_is_returned(tmp_path: Path) -> None:
     async with launching(tmp_path) as started:
         process = await started.start("sleep")
         assert process.returncode is None
@@ -105,7 +105,7 @@ async def test_its_death_by_a_signal_is_told(tmp_path: Path) -> None:
         assert await process.wait() == -signal.SIGKILL
 
 
-async def test_a_launcher_that_dies_takes_nobody_along_and_is_replaced(tmp_path: Path) -> None:
+async def test_a_killed_launcher_is_replaced_and_its_processes_live_on(tmp_path: Path) -> None:
     async with launching(tmp_path) as started:
         first = await started.start("sleep")
         dead = started.launcher.pid
@@ -118,7 +118,7 @@ async def test_a_launcher_that_dies_takes_nobody_along_and_is_replaced(tmp_path:
             os.kill(process.pid, 0)
 
 
-async def test_a_launcher_is_begun_again_before_it_is_needed(tmp_path: Path) -> None:
+async def test_begin_restarts_a_dead_launcher(tmp_path: Path) -> None:
     async with launching(tmp_path) as started:
         assert await started.launcher.begin()
         assert not await started.launcher.begin()
@@ -129,7 +129,7 @@ async def test_a_launcher_is_begun_again_before_it_is_needed(tmp_path: Path) -> 
         assert await started.launcher.begin()
 
 
-async def test_a_start_outlives_its_launchers(tmp_path: Path) -> None:
+async def test_a_start_succeeds_though_its_launchers_are_killed(tmp_path: Path) -> None:
     async with launching(tmp_path) as started:
         starting = asyncio.create_task(started.start("sleep"))
         killed: set[int] = set()
@@ -141,7 +141,7 @@ async def test_a_start_outlives_its_launchers(tmp_path: Path) -> None:
         assert (await starting).returncode is None
 
 
-async def test_a_start_that_nobody_waits_for_any_more_is_not_the_next_one(tmp_path: Path) -> None:
+async def test_a_cancelled_start_is_not_confused_with_the_next_one(tmp_path: Path) -> None:
     async with launching(tmp_path) as started:
         starting = asyncio.create_task(started.start("sleep", "generator-1"))
         while started.launcher.pid is None:
@@ -160,7 +160,7 @@ async def test_a_launcher_that_cannot_start_says_so(tmp_path: Path) -> None:
             await launcher.start("generator-0", ["-m", "program", "0"], tmp_path / "log")
 
 
-def test_workers_of_one_launcher_compute_with_as_many_threads_as_each_is_told() -> None:
+def test_workers_of_one_launcher_each_use_their_own_number_of_threads() -> None:
     """torch read OMP_NUM_THREADS when the launcher imported it."""
     script = """
 import threading, torch

@@ -12,7 +12,7 @@ from rlhfspec.sweep.run import Case, sweep
 from rlhfspec.sweep.verdict import Verdict
 
 
-def test_a_process_that_dies_or_hangs_is_a_verdict_and_the_sweep_goes_on() -> None:
+def test_a_process_that_dies_or_hangs_is_judged_wrong_and_the_sweep_goes_on() -> None:
     wanted = [Case("one", "dies"), Case("two", ""), Case("three", "hangs"), Case("four", "")]
     found = sweep(wanted, num_workers=1, judge=made_up, longest_seconds=10.0)
     verdicts = {each.case.model_type: each.verdict for each in found}
@@ -21,7 +21,7 @@ def test_a_process_that_dies_or_hangs_is_a_verdict_and_the_sweep_goes_on() -> No
     assert [verdict.kind for verdict in verdicts.values()] == ["wrong", "refused", "wrong", "refused"]
 
 
-def test_a_sweep_that_is_left_leaves_no_process() -> None:
+def test_a_sweep_closed_early_leaves_no_process() -> None:
     import multiprocessing
 
     verdicts = sweep([Case("one", ""), Case("two", "hangs")], num_workers=1, judge=made_up)
@@ -30,7 +30,7 @@ def test_a_sweep_that_is_left_leaves_no_process() -> None:
     assert multiprocessing.active_children() == []
 
 
-def test_an_interrupt_ends_it_also_where_a_library_would_swallow_it() -> None:
+def test_an_interrupt_ends_the_sweep_even_if_a_library_swallows_it() -> None:
     import multiprocessing
 
     def wanted() -> Iterator[Case]:

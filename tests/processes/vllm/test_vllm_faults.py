@@ -47,7 +47,7 @@ def kill(engine: VllmEngine) -> int:
     return pid
 
 
-def test_new_weights_forget_what_the_old_ones_computed_of_a_prompt(children: Children) -> None:
+def test_new_weights_reset_the_prefix_cache_of_vllm(children: Children) -> None:
     """Without a reset of its prefix cache vLLM reuses the old weights' KV of a repeated prompt."""
     newer = perturbed(reference(), 0.3)
     engine = children.engine("off", reference())
@@ -78,7 +78,9 @@ def test_a_killed_child_costs_no_token(engine: VllmEngine) -> None:
     assert stopped.token_ids == undisturbed["r0"].token_ids[: len(stopped.token_ids)]
 
 
-def test_the_child_goes_on_longer_while_nothing_is_asked(children: Children, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_child_runs_ahead_longer_while_no_request_comes(
+    children: Children, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = children.engine("off", reference(), hugging_face_tokenizer(), ahead_seconds=1e-4)
     times, ask = list[int](), engine._child.ask
 
@@ -134,11 +136,11 @@ def test_a_child_that_dies_again_and_again_ends_the_worker(engine: VllmEngine, m
 def test_new_weights_that_lack_a_tensor_are_refused(engine: VllmEngine) -> None:
     state = reference().state_dict()
     del state["model.layers.1.mlp.down_proj.weight"]
-    with pytest.raises(InvalidRequest, match="lack 1 of the model's, such as"):
+    with pytest.raises(InvalidRequest, match="lack 1 tensors, such as"):
         engine.load_weights(state, version=1)
 
 
-def test_what_vllm_refuses_is_said_in_one_line(children: Children) -> None:
+def test_a_refusal_of_vllm_is_one_line_that_names_the_field(children: Children) -> None:
     orders = children.orders("off")
     orders["open"]["arguments"]["quantization"] = "no-such"
     with pytest.raises(InvalidRequest, match=r"^spec\.generation\.engine\.arguments: .*no-such") as caught:
@@ -146,7 +148,7 @@ def test_what_vllm_refuses_is_said_in_one_line(children: Children) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_an_interpreter_that_cannot_be_started_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interpreter_that_cannot_start_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho no such thing >&2\nexit 3\n")

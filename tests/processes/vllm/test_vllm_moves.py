@@ -60,7 +60,7 @@ def asked() -> list[Any]:
     ]  # fmt: skip
 
 
-def test_moved_at_any_time_tokens_are_those_of_the_unmoved(theirs: VllmEngine) -> None:
+def test_sequences_moved_at_any_time_give_the_tokens_of_unmoved_ones(theirs: VllmEngine) -> None:
     wanted = run(theirs, *asked())
     draw, done, moves = np.random.default_rng(3), dict[str, Completion](), 0
     for each in asked():
@@ -79,7 +79,7 @@ def test_moved_at_any_time_tokens_are_those_of_the_unmoved(theirs: VllmEngine) -
     assert sum(each.stats.num_moves for each in done.values()) == theirs.stats().num_moves == moves
 
 
-def test_by_the_protocol_tokens_alone_go_from_one_child_to_another_and_back(theirs: VllmEngine) -> None:
+def test_the_move_protocol_sends_tokens_alone_between_two_vllm_children(theirs: VllmEngine) -> None:
     wanted = bits(run(own(), moving.request("x", seed=1, max_tokens=400))["x"])
 
     async def main() -> None:
@@ -109,7 +109,7 @@ def test_by_the_protocol_tokens_alone_go_from_one_child_to_another_and_back(thei
         asyncio.run(main())
 
 
-def test_our_own_engine_refuses_what_vllm_began(theirs: VllmEngine) -> None:
+def test_our_engine_refuses_a_sequence_that_vllm_began(theirs: VllmEngine) -> None:
     begun(theirs)
     state = theirs.export_sequence("7")
     with pytest.raises(SequenceStateError, match="architecture"):
@@ -125,7 +125,7 @@ def begun(engine: VllmEngine) -> None:
         engine.step()
 
 
-def test_an_exported_sequence_is_ours_until_it_is_cancelled(theirs: VllmEngine) -> None:
+def test_an_exported_sequence_stays_in_the_engine_until_it_is_cancelled(theirs: VllmEngine) -> None:
     wanted = bits(run(theirs, request("7", max_tokens=24))["7"])
     begun(theirs)
     [view] = theirs.sequences()
@@ -148,7 +148,7 @@ def test_an_exported_sequence_is_ours_until_it_is_cancelled(theirs: VllmEngine) 
     assert bits(drain(theirs)["7"])[0] == wanted[0]
 
 
-def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(theirs: VllmEngine) -> None:
+def test_an_import_that_does_not_fit_is_refused_by_field(theirs: VllmEngine) -> None:
     begun(theirs)
     state = theirs.export_sequence("7")
     theirs.cancel("7")
@@ -169,7 +169,7 @@ def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(theirs: VllmEn
     theirs.check_integrity()
 
 
-def test_moved_to_newer_weights_each_token_says_whose_it_is(theirs: VllmEngine) -> None:
+def test_each_token_has_the_version_of_its_weights_after_a_move(theirs: VllmEngine) -> None:
     newer = perturbed(reference(), 0.3)
     begun(theirs)
     state = theirs.export_sequence("7")

@@ -44,7 +44,7 @@ def first_other(ours: Completion, theirs: Completion) -> int | None:
 
 @pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_are_our_engines(family: str) -> None:
+def test_vllm_gives_the_tokens_of_our_engine(family: str) -> None:
     """Only near-ties, which the slow decoder finds, may differ."""
     model = random_model(family, seed=5, head_dim=32)
     asked = requests(model.config.vocab_size)
@@ -108,7 +108,7 @@ triton.backends.backends["cpu"] = types.SimpleNamespace(driver=Driver, compiler=
 
 
 @pytest.mark.parametrize("mode", ["off", "draft_model"])
-def test_tokens_of_the_gpus_runner_are_our_engines(mode: str, tmp_path: Path) -> None:
+def test_the_gpu_runner_of_vllm_gives_the_tokens_of_our_engine(mode: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(INTERPRETED)
     runner = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": str(tmp_path)}
     asked = [request(f"r{seed}", prompt, seed=seed, max_tokens=12) for seed, prompt in enumerate(PROMPTS)]

@@ -83,7 +83,7 @@ def sent(sender: GroupSender, version: int) -> str:
 
 @pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_generator_that_is_killed_or_stopped_half_way(
+def test_a_generator_killed_or_stopped_mid_transfer_leaves_the_group(
     number: signal.Signals, leaving: ExitStack, half_way: list[Callable[[], None]]
 ) -> None:
     trainer = trainer_of(leaving)
@@ -106,7 +106,9 @@ def test_a_generator_that_is_killed_or_stopped_half_way(
         assert all(member.has(4) for member in members)
 
 
-def test_who_comes_half_way_is_in_from_the_next_version(leaving: ExitStack, half_way: list[Callable[[], None]]) -> None:
+def test_a_generator_that_joins_mid_transfer_receives_the_next_version(
+    leaving: ExitStack, half_way: list[Callable[[], None]]
+) -> None:
     trainer = trainer_of(leaving)
     sender = trainer.sender
     members = [Member(leaving, f"g.receive({trainer.address!r})"), Member(leaving, "g.receive()")]
@@ -123,7 +125,7 @@ def test_who_comes_half_way_is_in_from_the_next_version(leaving: ExitStack, half
     assert [member.has(2) for member in members] == [True, True]
 
 
-def test_a_trainer_killed_half_way_leaves_nothing_and_its_next_start_brings_the_version(leaving: ExitStack) -> None:
+def test_a_trainer_killed_mid_transfer_delivers_the_version_after_a_restart(leaving: ExitStack) -> None:
     trainer = Member(leaving, "g.send()")
     trainers = [trainer.said]
     node = GroupNode(lambda: trainers[-1])

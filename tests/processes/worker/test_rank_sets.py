@@ -39,16 +39,16 @@ def nodes(folder: Path, struck: int) -> list[Any]:
 ALL = [[rank, rank % 2, rank // 2, 4, 2] for rank in range(4)]
 
 
-def test_ranks_are_told_what_torchrun_tells(tmp_path: Path) -> None:
+def test_ranks_get_the_environment_variables_of_torchrun(tmp_path: Path) -> None:
     code, _ = ended(started(tmp_path, -1))
     assert code == 0
     assert json.loads((tmp_path / "told").read_text()) == ALL
 
 
-def test_two_nodes_meet_where_rank_0_is(tmp_path: Path) -> None:
+def test_ranks_of_two_nodes_meet_at_the_node_of_rank_0(tmp_path: Path) -> None:
     assert [ended(process)[0] for process in nodes(tmp_path, -1)] == [0, 0]
     assert json.loads((tmp_path / "told").read_text()) == ALL
-    assert (tmp_path / "words-1").read_text() == "left: rank 0 let its ranks go"
+    assert (tmp_path / "words-1").read_text() == "left: rank 0 released its ranks"
 
 
 def test_a_killed_rank_is_named_and_the_set_ends(tmp_path: Path) -> None:
@@ -73,4 +73,4 @@ def test_a_killed_rank_ends_the_ranks_of_other_nodes(tmp_path: Path) -> None:
 def test_a_node_needs_a_leader_and_a_secret(option: tuple[str, ...]) -> None:
     done = subprocess.run([*SET, *option, "-m", "meeting_ranks"], capture_output=True, text=True, cwd=TESTS)
     assert done.returncode == 2
-    assert "--node, --leader and --secret go together" in done.stderr
+    assert "--node, --leader and --secret must be given together" in done.stderr

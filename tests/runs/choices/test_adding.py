@@ -90,19 +90,19 @@ class Overlay:
         return self.python("-m", "rlhfspec.cli.start", *map(str, arguments))
 
 
-def test_blocks_are_one_new_file_and_one_entry_each() -> None:
+def test_each_example_of_adding_is_one_file_and_one_table_entry() -> None:
     for title, table in (("An algorithm", "ALGORITHMS"), ("A drafter", "DRAFTERS"), ("An engine", "ENGINES")):
         assert [block.table for block in shown(title)] == [None, table]
 
 
-def test_an_engine_is_short() -> None:
+def test_the_example_engine_is_short() -> None:
     engine = next(block.text for block in shown("An engine") if block.table is None)
     assert len(engine[engine.index("class ") :].strip().splitlines()) <= MOST_LINES_OF_AN_ENGINE
 
 
 @pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("title", ["A drafter", "An engine"])
-def test_it_keeps_what_all_of_its_kind_promise(title: str, tmp_path: Path) -> None:
+def test_the_added_examples_pass_the_tests_of_their_contract(title: str, tmp_path: Path) -> None:
     """It runs the subclassed suites of `rlhfspec.testing`, in every mode that the document names."""
     ran = Overlay(tmp_path, shown(title)).pytest(shown_test(title))
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -113,7 +113,7 @@ def test_it_keeps_what_all_of_its_kind_promise(title: str, tmp_path: Path) -> No
     ("path", "value"),
     [("algorithm.name", "raft"), ("generation.speculation.mode", "echo"), ("generation.engine", "plain")],
 )
-def test_without_the_blocks_there_is_no_such_choice(job_file: Path, path: str, value: str) -> None:
+def test_the_added_choices_are_refused_without_their_blocks(job_file: Path, path: str, value: str) -> None:
     result = invoke(job_file, "out", f"{path}={value}")
     assert result.exit_code != 0
     assert f"spec.{path}" in result.output

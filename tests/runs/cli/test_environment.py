@@ -49,10 +49,10 @@ def test_names_and_contents_are_utf_8_in_every_locale(job_file: Path) -> None:
 def test_an_interpreter_without_docstrings_is_refused_in_one_line(job_file: Path) -> None:
     done = command("run", str(job_file), PYTHONOPTIMIZE="2")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == ("python -OO (PYTHONOPTIMIZE=2): transformers does not work without docstrings; -O does\n")
+    assert done.stderr == "python -OO (PYTHONOPTIMIZE=2) removes docstrings, which transformers needs; use -O instead\n"
 
 
-def test_an_interpreter_without_asserts_will_do(job_file: Path) -> None:
+def test_an_interpreter_without_asserts_is_accepted(job_file: Path) -> None:
     done = command("validate", str(job_file), PYTHONOPTIMIZE="1")
     assert done.returncode == 0, done.stderr
 
@@ -81,7 +81,7 @@ def test_what_this_user_cannot_read_is_named_with_its_field(job_file: Path, mode
 def test_a_cache_that_cannot_be_made_is_named_with_what_to_set(job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLHFSPEC_CACHE", "/dev/null/cache")
     last = invoke(job_file, "out", "model.path=tiny:sums", "model.drafter=null", code=1).output.splitlines()[-1]
-    assert last == "/dev/null/cache/models: cannot be made: Not a directory (RLHFSPEC_CACHE names another place)"
+    assert last == "/dev/null/cache/models: cannot be created: Not a directory (set RLHFSPEC_CACHE to another folder)"
     assert not (job_file.parent / "out").exists()
 
 
@@ -108,16 +108,18 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPat
     [
         (
             BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),
-            "Resource temporarily unavailable (a limit on processes and threads: ulimit -u, or the container's)",
+            "Resource temporarily unavailable (too many processes or threads: raise ulimit -u or the pids limit)",
         ),
         (
             OSError(errno.EMFILE, "Too many open files", "out/job.yaml"),
-            "out/job.yaml: Too many open files (the limit on open files: ulimit -n)",
+            "out/job.yaml: Too many open files (limit on open files: raise ulimit -n)",
         ),
-        (MemoryError(), "memory ran out, or a limit on it: ulimit -v, or the container's"),
+        (MemoryError(), "out of memory: raise ulimit -v or the container's limit"),
     ],
 )
-def test_a_limit_is_one_line(job_file: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str) -> None:
+def test_a_limit_of_the_system_is_reported_in_one_line(
+    job_file: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
+) -> None:
     def refuse(self: Guardians) -> NoReturn:
         raise error
 
@@ -131,7 +133,7 @@ def test_a_limit_is_one_line(job_file: Path, monkeypatch: pytest.MonkeyPatch, er
     assert [path.name for path in here.iterdir()] == ["thesis"]
 
 
-def test_an_error_that_names_nothing_is_a_traceback(job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_without_a_named_cause_keeps_its_traceback(job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: Guardians) -> NoReturn:
         raise OSError(errno.EINVAL, "Invalid argument")
 

@@ -45,7 +45,7 @@ def test_an_example_trains(name: str, models: Path, tmp_path: Path) -> None:
     assert (out / "plots" / "training.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_own_data_can_earn_its_whole_reward() -> None:
+def test_the_reward_of_the_own_data_example_reaches_1() -> None:
     """The reward sees text without the final stop string."""
     job = read_job(EXAMPLES / "own-data.yaml")
     (source,) = job.spec.rewards.sources
@@ -57,7 +57,9 @@ def test_own_data_can_earn_its_whole_reward() -> None:
     assert reward(completion=text, place="market", finish_reason="stop") == 0.0
 
 
-def test_own_data_from_a_checkpoint_beside_a_job(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_own_data_example_trains_from_a_checkpoint_beside_the_job(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "my project"
     folder.mkdir()
     for name in ("own_rewards.py", "own-data.yaml"):

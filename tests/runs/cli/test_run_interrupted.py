@@ -88,7 +88,7 @@ def test_a_signal_is_heard_while_compiled_code_runs(number: signal.Signals) -> N
     assert (process.returncode, said) == (130, "\nstopped\n")
 
 
-def test_of_two_blocks_the_inner_hears_a_signal_and_then_the_outer() -> None:
+def test_nested_signal_blocks_react_from_the_inside_out() -> None:
     heard = {name: threading.Event() for name in ("inner", "outer")}
     before = signal.getsignal(signal.SIGTERM)
     with on_signals(heard["outer"].set):
@@ -148,7 +148,7 @@ def test_a_dropped_sample_is_counted_and_never_a_zero(job_file: Path) -> None:
     assert line["reward"]["min"] > 0
 
 
-def test_data_that_ends_ends_the_run_well(job_file: Path) -> None:
+def test_a_run_ends_normally_when_its_data_ends(job_file: Path) -> None:
     result = invoke(job_file, "ends", OFF, "dataset.epochs=1", "training.steps=9", "training.promptsPerStep=12", code=0)
     assert "the data ended after step 2" in result.output
     assert len(lines_of(job_file, "ends")) == 2
@@ -175,7 +175,9 @@ def test_a_full_disk_loses_nothing(
     assert train(job_file, "full", STEPS, resume=True) == whole
 
 
-def test_a_disk_that_is_really_full_is_one_line(job_file: Path, whole: list[dict[str, Any]], small_disk: Path) -> None:
+def test_a_disk_that_another_process_fills_ends_the_run_in_one_line(
+    job_file: Path, whole: list[dict[str, Any]], small_disk: Path
+) -> None:
     """Another process fills the disk while the second step is scored. With room again the run resumes."""
     filler = small_disk / "filler"
     rewards = (job_file.parent / "rewards.py").read_text()
@@ -193,12 +195,12 @@ def test_a_disk_that_is_really_full_is_one_line(job_file: Path, whole: list[dict
     [line] = [line for line in start(job_file, "disk/out", *options).ends(1).splitlines() if "out: failed" in line]
     assert "samples.jsonl: cannot be written: No space left on device" in line
     assert "failure.txt" in line
-    assert "its end cannot be written down" in line
+    assert "the outcome cannot be written: " in line
     filler.unlink()
     assert len(lines_of(job_file, "disk/out")) == 1, "the first step is whole"
 
 
-def test_one_folder_holds_one_run(job_file: Path) -> None:
+def test_a_folder_that_holds_a_run_is_refused_for_another(job_file: Path) -> None:
     train(job_file, "run", "training.steps=1")
     again = invoke(job_file, "run", OFF, "training.steps=1", code=2)
     assert "--resume" in again.output

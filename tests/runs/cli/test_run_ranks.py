@@ -55,18 +55,18 @@ def test_two_ranks_learn_what_one_learns(job_file: Path) -> None:
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
-        ({"RANK": "abc"}, "RANK: in the environment, must be a whole number (got 'abc')"),
-        ({"RANK": "1"}, "RANK: in the environment, must be below WORLD_SIZE (1)"),
-        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK: in the environment, must be below WORLD_SIZE (2)"),
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE: in the environment, must be a whole number (got 'two')"),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR: must be set beside WORLD_SIZE (2), as torchrun does"),
+        ({"RANK": "abc"}, "RANK: the environment variable must be a whole number (got 'abc')"),
+        ({"RANK": "1"}, "RANK: the environment variable must be below WORLD_SIZE (1)"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK: the environment variable must be below WORLD_SIZE (2)"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE: the environment variable must be a whole number (got 'two')"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR: must be set together with WORLD_SIZE (2), as torchrun does"),
         (
             {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
-            "RLHFSPEC_RANKS_SECRET: must be set beside WORLD_SIZE (2): random text, the same for all ranks of this run",
+            "RLHFSPEC_RANKS_SECRET: must be set together with WORLD_SIZE (2): random text that only this run's ranks",
         ),
     ],
 )
-def test_an_environment_that_cannot_be_is_one_line(
+def test_impossible_rank_variables_are_refused_in_one_line(
     job_file: Path, environment: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in environment.items():
@@ -77,7 +77,7 @@ def test_an_environment_that_cannot_be_is_one_line(
     assert not (job_file.parent / "out").exists()
 
 
-def test_an_empty_rank_is_none(job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_rank_variable_is_ignored(job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "")
     assert invoke(job_file, "out", "training.steps=1").exit_code == 0
 
@@ -90,7 +90,7 @@ def test_processes_start_their_own_ranks(job_file: Path) -> None:
     assert "--processes: starts the trainer's ranks itself" in done.stderr
 
 
-def test_a_rank_without_a_leader_says_whom_it_waited_for(job_file: Path) -> None:
+def test_a_rank_without_a_leader_names_the_address_it_waited_for(job_file: Path) -> None:
     environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", SECRET: "of this"}
     command = [sys.executable, "-m", "rlhfspec.cli.start", "run", str(job_file), "--out", "out"]
     command += ["--set", "roles.trainer.deadlineSeconds=1"]

@@ -67,7 +67,7 @@ def test_a_run_in_pods_has_the_laptops_curve(job: Job) -> None:
     assert pods["trainer"].stopped() == (0, f"left: step {steps_trained(job)} is trained and saved")
     assert steps_trained(job) < STEPS
     manifest = json.loads((job.folder / "manifest.json").read_text())
-    assert (manifest["outcome"], manifest["reason"]) == ("stopped", "the trainer was asked to leave")
+    assert (manifest["outcome"], manifest["reason"]) == ("stopped", "the trainer was asked to stop")
     hold.unlink()
     assert pods.pop("elastic").stopped() == (0, "left: it was asked to")
     trainer = job.start("trainer")
@@ -109,7 +109,7 @@ def test_a_generator_of_two_processes_is_one_pod(job: Job) -> None:
     assert curve_of(job.job_file, "storage/run") == curve_of(job.job_file, "one")
 
 
-def test_a_server_that_is_away_at_a_start_is_waited_for_and_said_with_its_address(job: Job) -> None:
+def test_an_absent_server_at_the_start_is_logged_with_its_address(job: Job) -> None:
     prepared(job)
     prompts = job.start("prompts", nats_url="tls://127.0.0.1:9")
     said = "tls://127.0.0.1:9: no server there (connection refused)"
@@ -120,14 +120,14 @@ def test_a_server_that_is_away_at_a_start_is_waited_for_and_said_with_its_addres
 def test_a_folder_that_another_trainer_still_holds_is_no_fault_of_the_job(tmp_path: Path) -> None:
     held = take_lock(tmp_path / ".lock")
     try:
-        with pytest.raises(StorageError, match=rf"another run writes here \(process {os.getpid()}\)") as refused:
+        with pytest.raises(StorageError, match=rf"another run is writing here \(process {os.getpid()}\)") as refused:
             RunFolder(tmp_path).hold()
     finally:
         os.close(held)
     assert code_of(refused.value) == 1
 
 
-def test_a_full_disk_is_recognised_whoever_met_it(tmp_path: Path) -> None:
+def test_a_full_disk_is_recognised_in_any_error_message(tmp_path: Path) -> None:
     (full := tmp_path / "steps.jsonl").symlink_to("/dev/full")
     with pytest.raises(StorageError) as written:
         _append(full, "line\n")

@@ -61,7 +61,7 @@ def repr_of(path: Path) -> str:
 
 
 @pytest.mark.whole("a run whose every process is a pod's")
-def test_a_run_whose_pods_share_nothing_but_an_object_store(job: StoredJob, server: ObjectServer) -> None:
+def test_a_run_trains_when_its_pods_share_only_an_object_store(job: StoredJob, server: ObjectServer) -> None:
     hold = job.job_file.parent / "hold"
     hold.unlink()
     train(job.job_file, "one")
@@ -106,9 +106,9 @@ def fetched(job: StoredJob) -> None:
     store.fetch(store.sizes(RUN))
 
 
-def test_what_the_job_says_wrong_of_its_store_is_said_by_prepare(job: StoredJob) -> None:
+def test_prepare_reports_a_wrong_object_store_of_the_job(job: StoredJob) -> None:
     none = job.start(names.PREPARE, storage_uri="s3://nobucket/team")
-    assert none.ended() == (78, "spec.storage.uri: there is no such bucket (got 's3://nobucket/team')")
+    assert none.ended() == (78, "spec.storage.uri: the bucket does not exist (got 's3://nobucket/team')")
     empty = job.start(names.PREPARE, storage_uri="s3://bucket/empty")
     code, said = empty.ended()
     assert code == 78

@@ -45,7 +45,7 @@ def shown_once(control: Pod, holds: Callable[[set[str]], bool]) -> dict[str, Any
     return dict(eventually(look, "these workers are shown"))
 
 
-def test_control_waits_for_the_run_and_lives_on_where_nats_lost_all(
+def test_control_waits_for_the_run_and_survives_a_nats_that_lost_all(
     tmp_path: Path, job_file: Path, token: Path
 ) -> None:
     with (
@@ -81,7 +81,7 @@ def job(job_file: Path, servers: SharedServers, token: Path) -> Iterator[Job]:
         yield job
 
 
-def test_a_run_is_told_of_from_beginning_to_end(job: Job, job_file: Path) -> None:
+def test_control_reports_a_run_from_beginning_to_end(job: Job, job_file: Path) -> None:
     """After the first step control is killed and the broker stopped, without effect."""
     hold = hold_rewards(job_file, "1 storage/run")
     changed = {"training": {"steps": 12}, "algorithm": {"klCoefficient": 0}}

@@ -10,7 +10,7 @@ from faults.schedule import schedule
 from faults.trial import WORKERS, join_and_leave, trial
 
 
-def test_a_schedule_is_a_function_of_its_seed_and_strikes_everybody() -> None:
+def test_a_fault_schedule_depends_only_on_its_seed_and_hits_every_target() -> None:
     faults = schedule(3, 200, WORKERS)
     assert faults == schedule(3, 200, WORKERS) != schedule(4, 200, WORKERS)
     assert [fault.after_step for fault in faults] == sorted(fault.after_step for fault in faults)
@@ -19,7 +19,7 @@ def test_a_schedule_is_a_function_of_its_seed_and_strikes_everybody() -> None:
     assert set(kills) == {*WORKERS, "nats", "redis", "guardian", "launcher", "supervisor"}
 
 
-def test_strikes_at_a_runs_ends_are_a_function_of_the_seed_and_spare_nobody() -> None:
+def test_strikes_at_the_ends_of_a_run_depend_only_on_the_seed() -> None:
     strikes = [strike for seed in range(100) for life in lives.lives(seed) for strike in life]
     assert lives.lives(7) == lives.lives(7) != lives.lives(8)
     assert {strike.moment for strike in strikes} == set(lives.MOMENTS)

@@ -21,7 +21,9 @@ def tokens_of(folder: Path) -> list[list[int]]:
 
 @pytest.mark.whole("whole runs in which processes are killed, one after the other")
 @pytest.mark.parametrize("which", [1, 0])
-def test_parts_killed_keep_the_curve_of_one(which: int, job_file: Path, starting: Callable[..., Started]) -> None:
+def test_killed_parts_of_a_generator_keep_the_curve_of_one_process(
+    which: int, job_file: Path, starting: Callable[..., Started]
+) -> None:
     hold = hold_rewards(job_file, "0 many")
     steps = "training.steps=3"
     whole = train(job_file, "one", steps)
@@ -61,7 +63,7 @@ def test_a_run_that_is_ended_leaves_no_part_behind(
     eventually(lambda: not of_run(uid), "all are gone")
 
 
-def test_heads_that_cannot_be_shared_out_are_refused_before_anything_starts(job_file: Path) -> None:
+def test_tensor_parallel_that_does_not_divide_the_heads_is_refused(job_file: Path) -> None:
     result = command(["validate", str(job_file), "--set", "roles.generator.tensorParallel=4"], 2)
     assert (
         "spec.roles.generator.tensorParallel: must divide the model's num_key_value_heads (2) (got 4)" in result.output
@@ -74,4 +76,4 @@ def test_a_model_that_cannot_be_cut_is_refused_by_name(job_file: Path, starting:
     hugging_face_tokenizer().save_pretrained(folder)
     run = starting("many", PARTS, f"model.path={folder}")
     output = run.ends(2)
-    assert "spec.model.path: cannot be cut over 2 processes: Phi3ForCausalLM wants rowwise_split_input" in output
+    assert "spec.model.path: cannot be cut over 2 processes: Phi3ForCausalLM needs rowwise_split_input" in output

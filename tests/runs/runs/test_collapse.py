@@ -16,7 +16,7 @@ def test_a_run_ends_with_a_checkpoint_where_its_policy_collapses(
     job_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = train(job_file, "whole", *EVALUATE)
-    for number in ("_LEFT", "_OF_EXPECTED"):  # so that any policy counts as one that collapses
+    for number in ("_LEFT_SHARE", "_OF_EXPECTED"):  # so that any policy counts as one that collapses
         monkeypatch.setattr(learning_signs, number, 99.0)
     monkeypatch.setattr(learning_signs, "_FEWEST_ANSWERS", 5)
     said = invoke(job_file, "run", *STOP, "checkpoint.everySteps=100", code=0).output
@@ -26,7 +26,7 @@ def test_a_run_ends_with_a_checkpoint_where_its_policy_collapses(
     manifest = folder.manifest()
     assert (manifest.outcome, manifest.num_steps) == ("completed", 2)
     assert manifest.reason.startswith("the policy collapses: ")
-    assert manifest.reason.endswith("(training.stopOnCollapse; false goes on)")
+    assert manifest.reason.endswith("(training.stopOnCollapse is true; set it to false to continue)")
     assert f"completed after 2 steps: {manifest.reason}" in said
     invoke(job_file, "run", *STOP, resume=True, code=0)
     assert len(folder.steps()) == 2, "it has collapsed still"

@@ -42,7 +42,7 @@ def test_an_evaluation_leaves_no_trace_in_the_curve(job_file: Path, tmp_path: Pa
     assert first == second
 
 
-def test_a_resumed_run_evaluates_what_is_missing_and_nothing_twice(job_file: Path) -> None:
+def test_a_resumed_run_evaluates_missing_steps_and_none_twice(job_file: Path) -> None:
     whole = train(job_file, "whole", *EVALUATE)
     for steps in (2, 3, 5):
         train(job_file, "parts", *EVALUATE, f"training.steps={steps}", resume=steps > 2)
@@ -76,7 +76,7 @@ def test_the_best_checkpoint_is_exported_unless_another_is_asked_for(job_file: P
     assert f"--step: must be last, or a step with a checkpoint: {top}, 5" in refused
 
 
-def test_a_low_rank_update_is_merged_as_at_the_end_of_the_run(job_file: Path) -> None:
+def test_a_later_export_merges_a_low_rank_update_as_the_run_does(job_file: Path) -> None:
     train(job_file, "run", "checkpoint.export=true", "model.lora={}")
     folder = RunFolder(job_file.parent / "run")
     assert exported_weights(folder) == weights_in(folder.export)
@@ -95,13 +95,13 @@ def weights_in(folder: Path) -> dict[str, bytes]:
     return {name: tensor.numpy().tobytes() for name, tensor in load_file(folder / "model.safetensors").items()}
 
 
-def test_groups_are_whole_where_the_reward_wants_them_whole(job_file: Path) -> None:
+def test_evaluations_score_whole_groups_for_a_batched_reward(job_file: Path) -> None:
     overrides = ["rewards.sources[0].function=rewards:group", "rewards.sources[0].batched=true"]
     train(job_file, "run", *EVALUATE, *overrides, "evaluation.samplesPerPrompt=2")
     assert RunFolder(job_file.parent / "run").evaluations()[0].num_samples == 10
 
 
-def test_what_a_run_would_refuse_of_it_validate_refuses(job_file: Path) -> None:
+def test_validate_refuses_evaluation_settings_that_a_run_would_refuse(job_file: Path) -> None:
     def said(*overrides: str) -> str:
         sets = [argument for override in overrides for argument in ("--set", override)]
         return command(["validate", str(job_file), *sets], 2).output

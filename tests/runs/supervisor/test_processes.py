@@ -167,7 +167,9 @@ def test_a_job_that_a_stage_refuses_leaves_no_folder(job_file: Path, starting: C
         ("no program", 0o700, 1, "nats-server: ended with exit code 126: "),
     ],
 )
-def test_a_server_that_cannot_be_run_is_one_line(job_file: Path, program: str, mode: int, code: int, said: str) -> None:
+def test_a_nats_server_that_cannot_run_is_reported_in_one_line(
+    job_file: Path, program: str, mode: int, code: int, said: str
+) -> None:
     beside = job_file.parent / "nats-server"
     beside.write_text(program)
     beside.chmod(mode)
@@ -188,7 +190,7 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("stage", [stage.name for stage in STAGES])
-def test_a_stage_says_how_it_is_started_and_imports_nothing_heavy_for_it(stage: str) -> None:
+def test_help_of_a_stage_imports_nothing_heavy(stage: str) -> None:
     code = (
         "import sys; before = set(sys.modules)\n"
         f"import runpy; sys.argv = ['rlhfspec.{stage}', '--help']\n"
@@ -223,12 +225,12 @@ def test_wrong_arguments_are_refused(arguments: tuple[str, ...], said: str) -> N
     ("content", "said"),
     [
         (None, "cannot be read: No such file or directory"),
-        ("not json", "is no connections file"),
-        ("{}", "is no connections file: uid: Field required"),
+        ("not json", "is not a connections file"),
+        ("{}", "is not a connections file: uid: Field required"),
         ('{"uid": "a", "job_file": "j", "base_folder": "b", "folder": "f", "nats_url": "n", "more": 1}', "more: Extra"),
     ],
 )
-def test_wrong_connections_are_one_line(tmp_path: Path, content: str | None, said: str) -> None:
+def test_wrong_connections_are_refused_in_one_line(tmp_path: Path, content: str | None, said: str) -> None:
     path = tmp_path / "connections.json"
     if content is not None:
         path.write_text(content)
@@ -239,7 +241,7 @@ def test_wrong_connections_are_one_line(tmp_path: Path, content: str | None, sai
     assert (line["stage"], line["worker"], line["exit_code"]) == ("reward", 0, 78)
 
 
-def test_a_server_that_is_not_there_is_temporary(tmp_path: Path, job_file: Path) -> None:
+def test_an_absent_server_ends_a_stage_with_a_temporary_error(tmp_path: Path, job_file: Path) -> None:
     from rlhfspec.job.file import read_job
 
     (tmp_path / "resolved.json").write_text(read_job(job_file, []).model_dump_json(by_alias=True))

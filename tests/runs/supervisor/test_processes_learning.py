@@ -25,7 +25,7 @@ LEARNING = (
 )
 
 
-def test_learning_changes_nothing(
+def test_learning_drafters_do_not_change_the_curve(
     job_file: Path, starting: Callable[..., Started], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = train(job_file, "plain")
@@ -53,7 +53,7 @@ def test_learning_changes_nothing(
 
 @pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("found", ["whole", "missing", "damaged", "another's"])
-def test_a_resumed_run_goes_on_from_what_was_learnt_and_is_the_same_without(
+def test_a_resumed_run_has_the_same_curve_with_or_without_a_learnt_drafter(
     job_file: Path, found: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = train(job_file, "plain")
@@ -91,7 +91,9 @@ def test_a_resumed_run_goes_on_from_what_was_learnt_and_is_the_same_without(
 
 
 @pytest.mark.whole("whole runs in which processes are killed, one after the other")
-def test_a_killed_generator_goes_on_learnt(job_file: Path, starting: Callable[..., Started]) -> None:
+def test_a_restarted_generator_goes_on_with_the_learnt_drafter(
+    job_file: Path, starting: Callable[..., Started]
+) -> None:
     plain = train(job_file, "plain")
     hold = hold_rewards(job_file)
     run = starting("killed", *LEARNING)

@@ -170,7 +170,7 @@ def test_a_server_that_is_lost_more_than_five_times_is_told(watched: Watched) ->
     assert most[1] <= bound < most[LOSSES]
 
 
-def test_what_a_killed_generator_had_was_in_vain_and_its_samples_traces_say_so(watched: Watched) -> None:
+def test_traces_mark_the_work_of_a_killed_generator_as_in_vain(watched: Watched) -> None:
     """The generator had traced some samples, and received others only just before the kill."""
     lost = [life for life in lives(read_spans(watched.folder)) if any(map(life.is_in_vain, life.stays))]
     lasts = [last_of(life) for life in lost]

@@ -71,7 +71,7 @@ def test_tokens_depend_on_neither_neighbours_nor_drafts(model: Path, requests: l
 
 
 @pytest.mark.parametrize("move", [at_once, reserved, in_rounds])
-def test_a_moved_sequence_is_the_one_that_stayed(model: Path, requests: list[Request], move: Move) -> None:
+def test_a_moved_sequence_has_the_bits_of_an_unmoved_one(model: Path, requests: list[Request], move: Move) -> None:
     here, there = engine(model), engine(model)
     wanted = generated(here, requests)
     for request in requests:
@@ -114,7 +114,7 @@ def test_processes_and_a_killed_run_train_the_same_curve(
     assert curve_of(job_file, "drafting") == curve_of(job_file, "killed") == run.curve()
 
 
-def test_the_example_rises_and_its_answers_stay_different(
+def test_the_reward_of_the_smollm2_example_rises_without_a_collapse(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Held-out questions are all different, so that few different answers would be a collapse."""

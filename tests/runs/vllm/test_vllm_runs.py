@@ -33,7 +33,7 @@ def ours(job_file: Path) -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize("mode", ["off", "suffix"])
-def test_samples_are_those_of_our_engine(job_file: Path, ours: dict[str, list[Any]], mode: str) -> None:
+def test_samples_of_vllm_are_those_of_our_engine(job_file: Path, ours: dict[str, list[Any]], mode: str) -> None:
     python_with_vllm()
     chosen = VLLM, f"generation.speculation.mode={mode}"
     if mode != "off" and not drafts_right("cpu"):
@@ -47,7 +47,7 @@ def test_samples_are_those_of_our_engine(job_file: Path, ours: dict[str, list[An
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama-tied"])
-def test_log_probs_are_the_trainers_after_every_swap(tmp_path: Path, kind: str) -> None:
+def test_log_probs_of_vllm_match_the_trainer_after_every_weight_swap(tmp_path: Path, kind: str) -> None:
     python_with_vllm()
     write_models(tmp_path, random_model(kind, seed=0, vocab_size=VOCAB_SIZE, head_dim=32))
     write_data(tmp_path)

@@ -18,7 +18,9 @@ def told(run: Started, stage: str, words: str) -> int:
     return sum(words in json.loads(line)["message"] for line in lines)
 
 
-def test_two_generators_have_curve_and_samples_of_the_store(job_file: Path, starting: Callable[..., Started]) -> None:
+def test_weights_by_group_give_the_curve_and_samples_of_the_store(
+    job_file: Path, starting: Callable[..., Started]
+) -> None:
     hold, steps = hold_rewards(job_file), "training.steps=4"
     hold.unlink()
     whole = train(job_file, "one", steps)
@@ -29,11 +31,11 @@ def test_two_generators_have_curve_and_samples_of_the_store(job_file: Path, star
     hold.unlink()
     run.ends()
     run.check_alike(whole)
-    assert told(run, "trainer", "to 2 by group") >= 4
+    assert told(run, "trainer", "to 2 generators by group") >= 4
     assert told(run, "generator", "by the group") >= 8
 
 
-def test_the_store_is_the_way_where_the_job_says_so(job_file: Path, starting: Callable[..., Started]) -> None:
+def test_auto_takes_weights_from_the_store_on_a_cpu(job_file: Path, starting: Callable[..., Started]) -> None:
     run = starting("many", "training.steps=2", "roles.generator.weights=auto")
     run.ends()
     assert not told(run, "trainer", "by group"), "on a CPU files are quicker"
@@ -55,7 +57,7 @@ def test_two_ranks_send_shares_while_a_generator_is_killed(job_file: Path, start
     os.kill(stopped, signal.SIGSTOP)
     eventually(lambda: told(run, "trainer", one_is_in) > before, "the other is in no group")
     hold.unlink()
-    eventually(lambda: told(run, "trainer", "version 1 went to 1 by group"), "nobody waits for it")
+    eventually(lambda: told(run, "trainer", "version 1 went to 1 generators by group"), "nobody waits for it")
     os.kill(stopped, signal.SIGKILL)
     run.ends()
     run.check_alike(stores.curve())

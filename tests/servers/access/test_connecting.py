@@ -31,7 +31,7 @@ async def test_a_server_that_comes_later_is_waited_for(tmp_path: Path, caplog: p
     assert caplog.text.count("no server there") == 1
 
 
-async def test_a_server_that_stays_away_is_said_at_the_deadline(tmp_path: Path) -> None:
+async def test_an_absent_server_is_reported_at_the_deadline(tmp_path: Path) -> None:
     asked = connections("nats://127.0.0.1:9", tmp_path)
     with pytest.raises(TransportUnavailable, match="no server there"):
         await connect(asked, "reward", name="reward-0", patience_seconds=0.3)

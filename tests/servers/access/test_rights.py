@@ -71,7 +71,7 @@ async def read(reading: Subscription, ids: set[str]) -> dict[str, Message]:
     return found
 
 
-async def test_all_that_a_role_does_works(place: Place) -> None:
+async def test_every_role_has_the_rights_that_its_work_needs(place: Place) -> None:
     async with everybody(place) as transports:
         pulled, watched = {}, {}
         for name, stage in STAGES.items():
@@ -124,7 +124,7 @@ async def test_a_refusal_names_the_subject_and_comes_at_once(place: Place) -> No
 
 
 @pytest.mark.parametrize("role", BUS_ROLES)
-async def test_everything_else_is_denied(place: Place, role: str) -> None:
+async def test_a_role_is_denied_everything_else(place: Place, role: str) -> None:
     refused = await denied(
         place.url, stage_rights.may_publish(), stage_rights.may_subscribe(), nkeys_seed=str(place.seed(role))
     )
@@ -132,6 +132,6 @@ async def test_everything_else_is_denied(place: Place, role: str) -> None:
     assert (refused - wanted, wanted - refused) == (set(), set()), "denied too much, or too little"
 
 
-def test_unknown_roles_have_none() -> None:
+def test_an_unknown_role_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="must be one of prompts"):
         rights_of("rewrd", JOB, UID)

@@ -68,7 +68,7 @@ def test_a_nats_that_lets_strangers_in_is_noticed(
     monkeypatch.setattr(ready, "DEADLINE_SECONDS", 5.0)
     config = configured(tmp_path, secret)
     with nats(tmp_path, config[: config.index("operator:")]) as server:
-        assert "a stranger is answered with" in problem(ready, server.port, secret)
+        assert "a client without credentials is answered with" in problem(ready, server.port, secret)
 
 
 def test_a_nats_without_tls_is_noticed(
@@ -76,7 +76,7 @@ def test_a_nats_without_tls_is_noticed(
 ) -> None:
     monkeypatch.setattr(ready, "DEADLINE_SECONDS", 5.0)
     with nats(tmp_path, "") as server:
-        assert problem(ready, server.port, secret) == "it does not ask for TLS"
+        assert problem(ready, server.port, secret) == "it does not require TLS"
 
 
 def test_a_server_that_is_away_is_named(ready: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,12 +47,12 @@ async def test_a_login_plugin_is_asked_for_the_token(tmp_path: Path) -> None:
     assert request.headers["User-Agent"] == "somebody"
 
 
-async def test_a_server_may_lie_under_a_path(tmp_path: Path) -> None:
+async def test_the_url_of_the_server_may_have_a_path(tmp_path: Path) -> None:
     request = await asked(tmp_path, lambda port: {"server": f"http://127.0.0.1:{port}/k8s/clusters/c-1"}, {})
     assert request.path == "/k8s/clusters/c-1/api/v1/namespaces/rl/pods/sums"
 
 
-async def test_a_proxy_is_gone_through(tmp_path: Path) -> None:
+async def test_requests_go_through_the_proxy_of_the_kubeconfig(tmp_path: Path) -> None:
     proxied = {"server": "http://api.example.invalid"}
     request = await asked(tmp_path, lambda port: proxied | {"proxy-url": f"http://127.0.0.1:{port}"}, {})
     assert request.headers["Host"] == "api.example.invalid"
@@ -63,7 +63,7 @@ def test_another_name_may_stand_in_the_certificate(tmp_path: Path) -> None:
     assert KubeAccess(kubeconfig(tmp_path, cluster)).options() == {"server_hostname": "api.example"}
 
 
-def test_the_namespace_is_the_contexts(tmp_path: Path) -> None:
+def test_the_namespace_is_that_of_the_context(tmp_path: Path) -> None:
     file = kubeconfig(tmp_path, NOBODY, namespace="rl")
     assert (KubeAccess(file).namespace, KubeAccess(file, "other").namespace) == ("rl", "elsewhere")
     assert KubeAccess(kubeconfig(tmp_path, NOBODY)).namespace == "default"
@@ -83,7 +83,7 @@ def test_an_unknown_context_is_refused(tmp_path: Path) -> None:
         KubeAccess(kubeconfig(tmp_path, NOBODY), "missing")
 
 
-async def test_who_does_not_wait_is_told_at_once_that_nobody_answers(tmp_path: Path) -> None:
+async def test_a_zero_deadline_reports_an_absent_server_at_once(tmp_path: Path) -> None:
     async with Api(KubeAccess(kubeconfig(tmp_path, NOBODY)), deadline_seconds=0.0) as api:
         refused = r"GET /api/v1/namespaces/rl/pods/sums: no answer: .*127\.0\.0\.1"
         with pytest.raises(ClusterUnavailable, match=refused):

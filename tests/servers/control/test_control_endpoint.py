@@ -42,7 +42,7 @@ def authority(servers: SharedServers) -> Path:
 BODY = Report(run="c0e43711", step=3).model_dump_json().encode()
 
 
-def test_a_report_arrives_with_the_token_of_now(servers: SharedServers, operator: Operator, token: Path) -> None:
+def test_a_report_is_sent_with_the_current_token(servers: SharedServers, operator: Operator, token: Path) -> None:
     endpoint = Endpoint(operator.url, authority(servers), token)
     endpoint.post(BODY)
     operator.token = "second"
@@ -53,7 +53,9 @@ def test_a_report_arrives_with_the_token_of_now(servers: SharedServers, operator
     assert [report.step for report in operator.reports] == [3, 3]
 
 
-def test_a_stranger_gets_no_token(servers: SharedServers, operator: Operator, token: Path, tmp_path: Path) -> None:
+def test_a_server_with_a_foreign_certificate_gets_no_token(
+    servers: SharedServers, operator: Operator, token: Path, tmp_path: Path
+) -> None:
     stranger = SharedServers(tmp_path / "stranger")
     with pytest.raises(NotTaken, match="CERTIFICATE_VERIFY_FAILED"):
         Endpoint(operator.url, authority(stranger), token).post(BODY)
@@ -61,7 +63,9 @@ def test_a_stranger_gets_no_token(servers: SharedServers, operator: Operator, to
     assert not operator.problems, "it never came so far"
 
 
-def test_what_is_missing_is_one_line(servers: SharedServers, operator: Operator, token: Path) -> None:
+def test_a_missing_operator_token_or_tls_is_reported_in_one_line(
+    servers: SharedServers, operator: Operator, token: Path
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(NotTaken, match="Connection refused"):
@@ -69,11 +73,11 @@ def test_what_is_missing_is_one_line(servers: SharedServers, operator: Operator,
     token.unlink()
     with pytest.raises(NotTaken, match="No such file or directory"):
         Endpoint(operator.url, authority(servers), token).post(BODY)
-    with pytest.raises(InvalidRequest, match="must be an https:// URL: a token is sent along"):
+    with pytest.raises(InvalidRequest, match="must be an https:// URL, because a token is sent to it"):
         Endpoint("http://operator:8443/", authority(servers), token)
 
 
-async def test_an_operator_that_is_away_is_one_line_of_the_log(
+async def test_an_absent_operator_is_logged_in_one_line(
     servers: SharedServers, operator: Operator, token: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     endpoint, asked = Endpoint(operator.url, authority(servers), token), asyncio.Event()
@@ -99,6 +103,6 @@ async def test_an_operator_that_is_away_is_one_line_of_the_log(
         await reporter.stop()
         await running
         reporter.close()
-    away = "the operator does not take reports: it answered 503 Service Unavailable; the run goes on without"
-    assert [record.message for record in caplog.records] == [away, "the operator takes reports again"]
+    away = "the operator does not accept reports: it answered 503 Service Unavailable; the run continues without"
+    assert [record.message for record in caplog.records] == [away, "the operator accepts reports again"]
     assert len(operator.reports) == 1

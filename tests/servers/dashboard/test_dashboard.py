@@ -75,7 +75,7 @@ async def test_a_finished_run_is_listed_with_its_last_numbers(tmp_path: Path) ->
         assert job["message"] == "all steps are trained"
 
 
-async def test_a_new_browser_is_told_the_whole_curve(tmp_path: Path) -> None:
+async def test_a_new_browser_gets_the_whole_curve(tmp_path: Path) -> None:
     async with visited(write_run(tmp_path / "run")) as (session, url), Stream(session, f"{url}{EVENTS}") as stream:
         whole = (await stream.next("whole")).data
         assert [row[whole["columns"].index("step")] for row in whole["rows"]] == [1, 2, 3]
@@ -89,7 +89,7 @@ def evaluated(step: int, different: float) -> Evaluation:
     return dataclasses.replace(example_evaluation(step=step), num_samples=120, different_answers=different)
 
 
-async def test_a_run_that_learns_nothing_is_warned_of(tmp_path: Path) -> None:
+async def test_a_run_that_learns_nothing_gets_a_warning(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     lines = [
         dataclasses.replace(
@@ -160,7 +160,7 @@ def test_a_step_that_is_done_again_replaces_the_old_curve(tmp_path: Path) -> Non
     assert [row[2] for row in changes.rows] == [pytest.approx(1 / 3, abs=1e-5), 0.9, 0.9]
 
 
-async def test_another_job_of_the_same_name_begins_anew(tmp_path: Path) -> None:
+async def test_a_new_job_of_the_same_name_replaces_the_old_curve(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     MovesFile(folder).moved([moved(1)])
     async with visited(folder) as (session, url), Stream(session, f"{url}{EVENTS}") as stream:
@@ -175,7 +175,7 @@ async def test_another_job_of_the_same_name_begins_anew(tmp_path: Path) -> None:
                     seen = ([row[0] for row in whole["rows"]], whole["moves"])
 
 
-def test_half_a_line_is_read_when_it_is_whole(tmp_path: Path) -> None:
+def test_a_torn_line_is_read_once_it_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     lines = NewLines(path)
     path.write_bytes(b"first\nsec")
@@ -186,7 +186,7 @@ def test_half_a_line_is_read_when_it_is_whole(tmp_path: Path) -> None:
     assert list(lines.read()) == []
 
 
-def test_what_a_job_put_in_place_of_its_files_is_not_followed(tmp_path: Path) -> None:
+def test_links_and_pipes_in_place_of_run_files_are_not_followed(tmp_path: Path) -> None:
     secret = tmp_path / "secret.jsonl"
     secret.write_text('{"id": "sums/1/0/0", "step": 1, "prompt": "", "text": "the secret"}\n')
     folder = write_run(tmp_path / "run")
@@ -194,7 +194,7 @@ def test_what_a_job_put_in_place_of_its_files_is_not_followed(tmp_path: Path) ->
         (folder / name).unlink()
         replace(secret, folder / name)
     reader = RunReader(folder)
-    with pytest.raises(StorageError, match="no plain file"):
+    with pytest.raises(StorageError, match="not a regular file"):
         reader.changes()
     with pytest.raises(StorageError, match="symbolic links"):
         reader.samples.steps()
@@ -232,7 +232,7 @@ async def test_nonsense_is_answered_in_one_line(tmp_path: Path, query: str) -> N
 # ---- a live run -----------------------------------------------------------------------------------------------------
 
 
-async def test_a_live_run_is_told_as_it_happens(tmp_path: Path) -> None:
+async def test_a_live_run_sends_its_events_as_they_happen(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", finished=False)
     async with LiveRun(folder) as live, visited(folder) as (session, url):
         live.show(*snapshot(0, owned=("sums/4/0/0",)))
@@ -317,7 +317,7 @@ async def test_a_slow_browser_is_cut_off_and_others_are_not() -> None:
     assert slow.queue.qsize() <= MOST_UNREAD
 
 
-async def test_who_was_away_for_too_long_is_told_all_anew() -> None:
+async def test_a_browser_away_for_too_long_gets_the_whole_state() -> None:
     events = EventStream()
     events.keep("moves", [0])
     last = events.reader(dict).queue.get_nowait().id
@@ -326,7 +326,7 @@ async def test_who_was_away_for_too_long_is_told_all_anew() -> None:
     assert events.reader(dict, last).queue.get_nowait().name == "whole"
 
 
-async def test_what_one_may_not_see_is_not_sent() -> None:
+async def test_hidden_events_are_not_sent() -> None:
     events = EventStream()
     events.latest("samples", ["a text"])
     blind = events.reader(dict, hidden=("samples",))
@@ -343,7 +343,7 @@ PROTECTED = (
 
 @pytest.mark.parametrize("path", PROTECTED)
 @pytest.mark.parametrize("token", ["", "wrong", TOKEN + "x", TOKEN[:-1], "x" * 20_000, "\u00fc", "a b"])
-async def test_without_the_token_there_is_nothing(tmp_path: Path, path: str, token: str) -> None:
+async def test_without_a_token_every_path_answers_401(tmp_path: Path, path: str, token: str) -> None:
     folder = write_run(tmp_path / "run", steps=1, texts=("the text",))
     async with visited(folder, token="") as (session, url):
         cookies = {f"rlhfspec-{url.rpartition(':')[2]}": token} if token.isascii() and " " not in token else {}
@@ -381,7 +381,9 @@ async def test_the_printed_address_lets_a_browser_in(tmp_path: Path) -> None:
         ({"Host": "evil.example:8000"}, "GET", "/"),
     ],
 )
-async def test_other_sites_may_not_ask(tmp_path: Path, headers: dict[str, str], method: str, path: str) -> None:
+async def test_requests_from_other_sites_are_refused(
+    tmp_path: Path, headers: dict[str, str], method: str, path: str
+) -> None:
     async with visited(write_run(tmp_path / "run")) as (session, url):
         answer = await session.request(method, f"{url}{path}", headers=headers, allow_redirects=False)
         assert answer.status == 403
@@ -407,7 +409,7 @@ async def test_only_reading_is_possible(tmp_path: Path) -> None:
                 assert (await session.request(method, f"{url}{path}")).status in (404, 405)
 
 
-async def test_what_the_browser_has_is_not_sent_again(tmp_path: Path) -> None:
+async def test_unchanged_content_is_answered_with_304(tmp_path: Path) -> None:
     async with visited(write_run(tmp_path / "run")) as (session, url):
         for path in ("/", "/static/page.js", "/api/jobs", f"{JOB}/samples?step=1"):
             tag = (await session.get(f"{url}{path}")).headers["ETag"]
@@ -455,7 +457,7 @@ async def test_200_generators_and_10000_samples_do_not_choke_the_server(tmp_path
             assert answer.status == 200
 
 
-async def test_one_feed_serves_all_and_ends_after_the_last(tmp_path: Path) -> None:
+async def test_all_readers_share_one_feed_that_ends_after_the_last(tmp_path: Path) -> None:
     feeds = Feeds(LaptopSource([write_run(tmp_path / "run")]), linger_seconds=0.0)
     key = JobKey("laptop", "run")
     async with feeds.of(key) as one, feeds.of(key) as other:
@@ -468,7 +470,7 @@ async def test_one_feed_serves_all_and_ends_after_the_last(tmp_path: Path) -> No
 
 
 def test_the_command_refuses_in_one_line_what_is_no_run(tmp_path: Path) -> None:
-    assert "no run is there" in command(["dashboard", str(tmp_path / "nothing")], 2).output
+    assert "RUN: is not a folder" in command(["dashboard", str(tmp_path / "nothing")], 2).output
 
 
 # ---- servers that many jobs share -----------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ async def test_curves_generators_and_moves_appear_as_they_happen(tmp_path: Path)
         assert await page.value("document.getElementById('link').textContent") == "live"
 
 
-async def test_axes_have_units_and_the_job_its_yaml_and_run_folder(tmp_path: Path) -> None:
+async def test_charts_have_units_and_the_job_shows_yaml_and_run_folder(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", finished=False)
     async with looking(folder) as (page, _):
         await open_job(page)
@@ -65,7 +65,7 @@ async def test_axes_have_units_and_the_job_its_yaml_and_run_folder(tmp_path: Pat
         assert "kind: RLHFJob" in shown
 
 
-async def test_the_keyboard_reaches_everything(tmp_path: Path) -> None:
+async def test_every_page_can_be_reached_by_keyboard(tmp_path: Path) -> None:
     async with looking(write_run(tmp_path / "run", finished=False)) as (page, _):
         for _ in range(12):
             await page.press("Tab")
@@ -155,7 +155,7 @@ async def test_200_generators_do_not_choke_the_page(tmp_path: Path) -> None:
         for number in range(5):
             await live.say(*(load(worker, at=number, running=number + 1) for worker in range(200)))
             await live.say(*(moved(200 * number + each) for each in range(200)))
-            running = f"{200 * (number + 1):,} samples run"
+            running = f"{200 * (number + 1):,} samples running"
             await page.until(f"document.querySelector('.total')?.textContent.includes('{running}')")
         used = await busy_seconds(page) - before
         print(f"200 generators, 1,000 loads, 1,000 moves: {used:.2f} s of the page's thread")
@@ -168,7 +168,7 @@ async def busy_seconds(page: Page) -> float:
     return float(next(each["value"] for each in metrics if each["name"] == "TaskDuration"))
 
 
-async def test_who_has_no_token_sees_only_how_to_log_in(tmp_path: Path) -> None:
+async def test_a_visitor_without_a_token_sees_only_the_login(tmp_path: Path) -> None:
     async with looking(write_run(tmp_path / "run", finished=False)) as (page, _):
         await page.value("document.querySelector('form button').click()")
         await page.until("location.pathname == '/login' && document.querySelector('#token')")

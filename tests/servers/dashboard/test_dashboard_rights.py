@@ -82,7 +82,7 @@ async def test_one_visitor_never_takes_the_streams_of_another(tmp_path: Path) ->
         again.close()
 
 
-async def test_who_loads_a_page_again_and_again_is_let_in(tmp_path: Path) -> None:
+async def test_reloading_a_page_does_not_use_up_the_streams_of_a_visitor(tmp_path: Path) -> None:
     """A closed stream frees its slot even without events."""
     dashboard = server_module.Dashboard(LaptopSource([write_run(tmp_path / "run")]), People(a=("jobs",)))
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -94,7 +94,7 @@ async def test_who_loads_a_page_again_and_again_is_let_in(tmp_path: Path) -> Non
     await ended(task)
 
 
-async def test_a_namespace_that_was_deleted_is_missing_alone(tmp_path: Path) -> None:
+async def test_a_deleted_namespace_is_the_only_one_missing(tmp_path: Path) -> None:
     """Its rights went along, so that the API server refuses its list."""
     refused = {"gone"}
 
@@ -130,7 +130,7 @@ async def test_all_visitors_together_have_a_limit_too(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(("path", "lost"), [("/api/events", "token"), (EVENTS, "token"), (EVENTS, "right")])
-async def test_who_is_no_longer_let_in_has_no_stream(
+async def test_a_visitor_who_loses_access_loses_the_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, lost: str
 ) -> None:
     monkeypatch.setattr(server_module, "KEEP_ALIVE_SECONDS", 0.05)
@@ -144,7 +144,7 @@ async def test_who_is_no_longer_let_in_has_no_stream(
         await ends(stream)
 
 
-async def test_last_words_are_for_those_who_may_read_logs_for_as_long_as_they_may(
+async def test_last_words_reach_only_visitors_who_may_read_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module, "KEEP_ALIVE_SECONDS", 0.05)
@@ -175,7 +175,7 @@ async def test_last_words_are_for_those_who_may_read_logs_for_as_long_as_they_ma
         assert SECRET.encode() not in whole
 
 
-async def test_who_is_told_something_all_the_time_is_asked_about_too(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_access_is_checked_on_a_stream_that_is_never_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """A queue that is never empty never waits, so a time-out never fires."""
     monkeypatch.setattr(server_module, "KEEP_ALIVE_SECONDS", 0.05)
     events = EventStream()
@@ -197,7 +197,7 @@ async def test_who_is_told_something_all_the_time_is_asked_about_too(monkeypatch
     assert len(written) > 2
 
 
-async def test_a_quiet_stream_says_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_quiet_stream_repeats_no_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "KEEP_ALIVE_SECONDS", 0.05)
     run, people = write_run(tmp_path / "run"), People(a=("jobs",))
     async with visited(run, people, "a") as (session, url), session.get(f"{url}/api/events") as answer:
@@ -211,7 +211,7 @@ async def test_a_quiet_stream_says_nothing_twice(tmp_path: Path, monkeypatch: py
 # ---- the job as it is written, and where its run lies ---------------------------------------------------------------
 
 
-async def test_the_job_is_shown_as_its_yaml_and_where_its_run_lies(tmp_path: Path) -> None:
+async def test_the_page_shows_the_yaml_and_the_run_folder_of_the_job(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     async with (
         visited(folder, People(a=("jobs",), b=()), "a") as (session, url),
@@ -247,7 +247,7 @@ class Pods:
         ({"uri": "s3://bucket/team", "secret": "keys"}, "s3://bucket/team"),
     ],
 )
-async def test_a_run_in_a_cluster_says_where_it_lies(storage: dict[str, str], place: str) -> None:
+async def test_a_run_in_a_cluster_shows_where_its_folder_is(storage: dict[str, str], place: str) -> None:
     job = {"spec": {"storage": storage}, "status": {"run": {"folder": "/storage/runs/sums-1"}}}
     source = ClusterSource(Pods(job), Servers(storage_claim="release"))  # type: ignore[arg-type]
     detail = await source.job(JobKey("team", "sums"))
@@ -260,7 +260,7 @@ async def test_a_run_in_a_cluster_says_where_it_lies(storage: dict[str, str], pl
     assert isinstance(detail.head, JobHead)
 
 
-def test_of_a_pod_only_what_kubernetes_says_is_for_all() -> None:
+def test_the_state_of_a_pod_omits_what_its_containers_wrote() -> None:
     ended = {"terminated": {"reason": "OOMKilled", "exitCode": 137, "message": SECRET}}
     waiting = {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}
     pod = {

@@ -36,7 +36,7 @@ def contents(base: Path) -> dict[str, bytes]:
 
 @settings(max_examples=25, deadline=None)
 @given(TREES)
-def test_what_is_pushed_from_one_folder_is_fetched_into_another(files: dict[str, bytes]) -> None:
+def test_pushed_files_are_fetched_unchanged(files: dict[str, bytes]) -> None:
     with tempfile.TemporaryDirectory() as place:
         here, there = Path(place, "here"), Path(place, "there")
         prefix = Path(place).name
@@ -51,7 +51,7 @@ def test_what_is_pushed_from_one_folder_is_fetched_into_another(files: dict[str,
         assert store.sizes("2", "3") == {}
 
 
-def test_a_name_means_the_object_or_what_is_below_it_and_nothing_beside(tmp_path: Path) -> None:
+def test_a_name_selects_the_object_or_those_below_it(tmp_path: Path) -> None:
     store = store_at(tmp_path, "beside")
     store.push(written(tmp_path, {"data/sums.jsonl": b"1", "data2/x": b"22", "data.txt": b"333", "rewards.py": b""}))
     assert store.sizes("data") == {"data/sums.jsonl": 1}
@@ -59,7 +59,7 @@ def test_a_name_means_the_object_or_what_is_below_it_and_nothing_beside(tmp_path
     assert store.at_the_top() == {"data.txt": 3, "rewards.py": 0}
 
 
-def test_what_changes_while_it_is_fetched_is_not_taken_for_whole(tmp_path: Path) -> None:
+def test_an_object_that_changes_during_the_fetch_is_not_kept(tmp_path: Path) -> None:
     store_at(tmp_path / "a", "shrinking").push(written(tmp_path / "a", {"x/y": b"12"}))
     other = store_at(tmp_path / "b", "shrinking")
     with pytest.raises(StorageUnavailable):
@@ -70,7 +70,7 @@ def test_what_changes_while_it_is_fetched_is_not_taken_for_whole(tmp_path: Path)
     assert other.fetch(other.sizes("x")) == 2
 
 
-def test_a_file_larger_than_a_part_that_is_sent(tmp_path: Path) -> None:
+def test_a_file_larger_than_one_part_round_trips(tmp_path: Path) -> None:
     content = bytes(range(256)) * (80 << 12)  # 80 MB
     store_at(tmp_path / "a", "large").push(written(tmp_path / "a", {"w/model.safetensors": content}))
     store = store_at(tmp_path / "b", "large")
@@ -81,13 +81,13 @@ def test_a_file_larger_than_a_part_that_is_sent(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("uri", "variables", "problem"),
     [
-        ("s3://nobucket/team", {}, "there is no such bucket"),
+        ("s3://nobucket/team", {}, "the bucket does not exist"),
         ("s3://bucket/team", {"AWS_SECRET_ACCESS_KEY": "wrong"}, "the store refuses: "),
         ("s3://bucket/team", {"AWS_ACCESS_KEY_ID": ""}, "the store refuses: "),
         ("s3://bucket/team", {"AWS_SKIP_SIGNATURE": "perhaps"}, "the store refuses: "),
     ],
 )
-def test_a_store_that_refuses_is_the_jobs_fault_and_named(
+def test_a_refusal_of_the_store_is_a_permanent_error_that_names_the_field(
     uri: str, variables: dict[str, str], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in variables.items():
@@ -100,7 +100,9 @@ def test_a_store_that_refuses_is_the_jobs_fault_and_named(
     assert "wrong" not in str(refused.value)
 
 
-def test_a_store_that_is_away_is_waited_for_and_then_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absent_store_is_reported_as_temporary_after_the_patience(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(StorageUnavailable, match=r"^s3://bucket/team: ") as away:
         ObjectStore("s3://bucket/team", tmp_path, patience_seconds=0.5).sizes("data")
@@ -109,7 +111,7 @@ def test_a_store_that_is_away_is_waited_for_and_then_said(tmp_path: Path, monkey
     assert "\n" not in str(away.value)
 
 
-def test_a_disk_that_is_full_is_not_the_stores_fault(tmp_path: Path) -> None:
+def test_a_full_disk_during_a_fetch_is_named_as_such(tmp_path: Path) -> None:
     store = store_at(tmp_path, "full")
     store.push(written(tmp_path, {"x/y": b"12"}))
     with pytest.raises(StorageError, match=r"\.fetching-y: cannot be written: .*") as full:
@@ -117,7 +119,7 @@ def test_a_disk_that_is_full_is_not_the_stores_fault(tmp_path: Path) -> None:
     assert code_of(full.value) == 1
 
 
-def test_from_a_shell(tmp_path: Path) -> None:
+def test_the_shell_command_fetches_a_run_folder(tmp_path: Path) -> None:
     store_at(tmp_path, "shell").push(written(tmp_path, {"runs/mine/steps.jsonl": b"{}\n"}))
     there = tmp_path / "there"
     command = [sys.executable, "-m", "rlhfspec.common.object_store", "s3://bucket/shell", str(there)]

@@ -75,7 +75,7 @@ def test_the_same_keys_make_the_same_install() -> None:
     one=st.tuples(st.sampled_from(PODS), *[st.sampled_from(["a", "b", "a/b", '"'])] * 2),
     other=st.tuples(st.sampled_from(PODS), *[st.sampled_from(["a", "b", "a/b", '"'])] * 2),
 )
-def test_nothing_secret_is_in_two_secrets(one: tuple[str, str, str], other: tuple[str, str, str]) -> None:
+def test_two_secrets_share_no_secret_value(one: tuple[str, str, str], other: tuple[str, str, str]) -> None:
     """Only the certificate is shared, among runs of one job. Redis users are named by run uid."""
     data = [secret(role, job_uid=job, run=_word(run)) for role, job, run in (one, other)]
     if one == other:
@@ -129,7 +129,7 @@ def test_a_token_carries_the_rights_of_its_role_in_its_run() -> None:
     assert (claims["pub"], claims["sub"]) == ({"allow": list(rights.publish)}, {"allow": list(rights.subscribe)})
 
 
-def test_keys_say_what_is_missing() -> None:
+def test_missing_or_short_keys_are_named() -> None:
     data = KEYS.data()
     del data["account.seed"]
     with pytest.raises(InvalidRequest, match=r"missing in the release's Secret \(got 'account.seed'\)"):
@@ -168,7 +168,7 @@ async def test_every_role_has_its_own_rights_and_no_other(servers: SharedServers
 
 
 @pytest.mark.parametrize(("job_uid", "run"), [("77aa", "9b9b"), ("6f1c", "9b9b")])
-async def test_another_run_gets_nothing(servers: SharedServers, job_uid: str, run: str) -> None:
+async def test_credentials_of_another_run_have_no_rights(servers: SharedServers, job_uid: str, run: str) -> None:
     """Denied are other jobs, later runs of the same job, and the inbox of the same role. Redis is tested below."""
     publish, subscribe = list(stage_rights.may_publish()), list(stage_rights.may_subscribe())
     for role in (CONTROL, "generator", "trainer"):
@@ -177,7 +177,7 @@ async def test_another_run_gets_nothing(servers: SharedServers, job_uid: str, ru
 
 
 @pytest.mark.parametrize("role", BUS_ROLES)
-async def test_nobody_of_a_run_makes_a_stream_or_a_consumer(servers: SharedServers, role: str) -> None:
+async def test_no_role_of_a_run_can_make_a_stream_or_a_consumer(servers: SharedServers, role: str) -> None:
     """A worker's own stream or consumer could receive records of another run."""
     await servers.make_streams("a0a0")
     theirs = f"rlhf_{JOB}_a0a0_sample"
@@ -195,7 +195,7 @@ async def test_nobody_of_a_run_makes_a_stream_or_a_consumer(servers: SharedServe
     assert refused == {f"publish {attempt}".lower() for attempt in attempts}
 
 
-async def test_an_answer_of_the_server_makes_and_deletes_no_stream(servers: SharedServers) -> None:
+async def test_a_reply_of_the_server_cannot_make_or_delete_a_stream(servers: SharedServers) -> None:
     """A requester chooses the reply subject, which rights do not limit: here, one of JetStream's own."""
     await asyncio.gather(*(servers.make_streams(uid) for uid in ("b1b1", "b2b2")))
     generator, role = await opened(servers, "generator", "b1b1"), "reward"
@@ -235,7 +235,7 @@ async def as_operator(servers: SharedServers) -> nats.NATS:
     )  # fmt: skip
 
 
-async def test_a_generator_may_help_as_who_it_helps(servers: SharedServers) -> None:
+async def test_a_generator_may_act_as_a_guest_of_the_role_it_helps(servers: SharedServers) -> None:
     await servers.make_streams(UID)
     place = connections(servers, servers.credentials("generator"))
     guest = await connect(place, "reference", name="guest")
@@ -243,7 +243,7 @@ async def test_a_generator_may_help_as_who_it_helps(servers: SharedServers) -> N
     await guest.close()
 
 
-async def test_the_operator_deletes_streams_and_hears_nothing(servers: SharedServers) -> None:
+async def test_the_operator_deletes_streams_but_reads_no_records(servers: SharedServers) -> None:
     await servers.make_streams("0dd0")
     client = await as_operator(servers)
 
@@ -263,7 +263,7 @@ async def test_the_operator_deletes_streams_and_hears_nothing(servers: SharedSer
     assert len(heard) == 3
 
 
-async def test_the_dashboard_looks_on_at_every_run(servers: SharedServers) -> None:
+async def test_the_dashboard_may_observe_every_run(servers: SharedServers) -> None:
     creds = servers.release_credentials(DASHBOARD) / "dashboard.creds"
     may = stage_rights.may_subscribe()
     publish = [to for to in stage_rights.may_publish() if "INFO." not in to and "MSG.GET" not in to]
@@ -276,7 +276,7 @@ async def test_the_dashboard_looks_on_at_every_run(servers: SharedServers) -> No
     }
 
 
-async def test_a_killed_server_finds_everybody_again(servers: SharedServers) -> None:
+async def test_clients_reconnect_to_a_killed_and_restarted_server(servers: SharedServers) -> None:
     uid = "ee11"
     control, trainer = await opened(servers, CONTROL, uid), await opened(servers, "trainer", uid)
     await servers.make_streams(uid)
@@ -290,17 +290,17 @@ async def test_a_killed_server_finds_everybody_again(servers: SharedServers) -> 
     await asyncio.gather(*(each.close() for each in (control, trainer, prompts)))
 
 
-async def test_refusals_are_one_line(servers: SharedServers, tmp_path: Path) -> None:
+async def test_refused_connections_raise_errors_of_one_line(servers: SharedServers, tmp_path: Path) -> None:
     with SharedServers(tmp_path / "stranger") as stranger:
         strange = stranger.credentials("reward")
     wrong_server = connections(servers, strange)
-    with pytest.raises(InvalidRequest, match=r"certificate is not to be trusted: .*(verif|unable|self)"):
+    with pytest.raises(InvalidRequest, match=r"certificate cannot be trusted: .*(verif|unable|self)"):
         await connect(wrong_server, "reward", name="x")
     (strange / "servers-ca.pem").write_bytes(servers.keys.ca_pem)
     with pytest.raises(InvalidRequest, match=r"the server refuses the token in .*reward\.creds"):
         await connect(wrong_server, "reward", name="x")
     (strange / "reward.creds").write_text("nothing")
-    with pytest.raises(InvalidRequest, match="creds: is no NATS credentials file"):
+    with pytest.raises(InvalidRequest, match="creds: is not a NATS credentials file"):
         await connect(wrong_server, "reward", name="x")
     gone = connections(servers, servers.credentials("reward")).model_copy(update={"nats_url": "tls://127.0.0.1:9"})
     with pytest.raises(TransportUnavailable, match=r"tls://127\.0\.0\.1:9: no server there"):
@@ -310,7 +310,7 @@ async def test_refusals_are_one_line(servers: SharedServers, tmp_path: Path) -> 
 # ---- between workers ------------------------------------------------------------------------------------------------
 
 
-async def test_workers_know_each_other_by_a_name_and_by_their_job(tmp_path: Path) -> None:
+async def test_workers_verify_the_name_and_the_job_of_each_other(tmp_path: Path) -> None:
     from shared_servers import written
 
     mine, theirs = written(tmp_path / "mine", secret("generator")), written(tmp_path / "t", secret("trainer"))

@@ -25,7 +25,7 @@ WRONG_TYPE = "failed to create typed patch object (rl/sums-prepare-0; /v1, Kind=
         ((429, "too many requests"), False),
     ],
 )
-async def test_a_refusal_is_an_answer_and_trouble_passes(
+async def test_a_refusal_is_returned_and_a_temporary_error_is_retried(
     first: tuple[int, str], is_answer: bool, tmp_path: Path
 ) -> None:
     left = [first, (200, "")]

@@ -61,7 +61,7 @@ def test_a_forged_trainer_completes_no_job_and_is_removed(is_running: bool) -> N
     assert Delete("Pod", "sums-trainer-0", FORGED_SECONDS, "forged") in plan.delete
 
 
-def test_a_pod_whose_record_may_still_be_on_its_way_is_left_for_a_moment() -> None:
+def test_a_pod_without_a_record_is_tolerated_for_a_moment() -> None:
     world = World()
     world.settle()
     forge(world, "prepare")
@@ -111,7 +111,7 @@ def test_a_new_leader_knows_a_pod_that_the_last_one_made_and_did_not_record() ->
     assert again.status["internal"]["made"]["reward-0"] == pod["metadata"]["uid"]
 
 
-def test_the_proof_of_an_earlier_pod_is_none_for_another() -> None:
+def test_the_proof_of_one_pod_is_not_valid_for_another() -> None:
     world = World()
     world.to_running()
     copied = world.pods["sums-trainer-0"]["metadata"]["annotations"][names.PROOF]
@@ -121,7 +121,7 @@ def test_the_proof_of_an_earlier_pod_is_none_for_another() -> None:
     assert decided(world).status["phase"] == "Running"
 
 
-def test_proofs_follow_from_the_keys_of_the_release() -> None:
+def test_proofs_depend_only_on_the_keys_of_the_release() -> None:
     keys = new_keys()
     proofs = {proof_by(each)("run", "trainer-0", last) for each in (keys, new_keys()) for last in ("", "p1")}
     assert len(proofs) == 4

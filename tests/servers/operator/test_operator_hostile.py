@@ -52,12 +52,12 @@ def test_a_job_of_more_pods_than_the_operator_allows_is_refused(replicas: Any) -
     world = World(job_body(roles=roles))
     world.settle()
     assert world.phase == "Failed"
-    many = "998, so 1003 pods in all; the operator allows a job 1000 (jobs.maxWorkers of its chart)"
+    many = "998, which makes 1003 pods; the operator allows 1000 per job (jobs.maxWorkers of its chart)"
     assert world.healthy() == ("False", "BadConfig", f"spec.roles.generator.workers: {many}")
     assert not world.pods
 
 
-def test_a_job_scaled_beyond_it_goes_on_as_it_was_and_says_so() -> None:
+def test_a_job_scaled_beyond_the_limit_keeps_its_pods_and_is_reported() -> None:
     world = grown(2)
     world.to_running()
     world.edit(roles={"generator": {"workers": 2000}})
@@ -68,7 +68,7 @@ def test_a_job_scaled_beyond_it_goes_on_as_it_was_and_says_so() -> None:
 
 
 @pytest.mark.parametrize("said", ["1k", "1.0", "1e0", "2", 3])
-def test_gpus_are_counted_in_every_notation(said: Any) -> None:
+def test_gpus_are_counted_in_every_notation_of_quantities(said: Any) -> None:
     world = World(job_body(roles={"generator": {"resources": {"limits": {"nvidia.com/gpu": said}}}}))
     world.settle()
     world.end_pod("sums-prepare-0", 0, "prepared")
@@ -129,7 +129,7 @@ async def test_a_job_that_cannot_be_decided_says_why_and_is_tried_again(tmp_path
         {"no_such": "field", "purge": ["3a9d33b1"]},
     ],
 )
-def test_whatever_somebody_wrote_into_a_status_is_digested(memory: dict[str, Any]) -> None:
+def test_an_arbitrary_status_does_not_break_the_reconcile(memory: dict[str, Any]) -> None:
     """Users may write the status. Of an invalid job, only its pods are counted."""
     for changes in ({}, {"no_such": "field"}):
         body = job_body(**changes) | {"status": {"internal": memory}}
@@ -143,14 +143,14 @@ def test_a_status_of_wrong_types_is_that_jobs_trouble_alone(memory: Any) -> None
         reconcile(job_view(job_body() | {"status": {"internal": memory}}), World().observed(), SETTINGS, World().now)
 
 
-def test_restarts_of_workers_that_cannot_be_are_not_told() -> None:
+def test_restarts_of_impossible_worker_names_are_not_counted() -> None:
     cache = Cache()
     counts = {"trainer-0": 2, "nonsense": 1, "x-1": 3, "-": 4, "reward-": 5}
     cache.put_job(job_body() | {"status": {"restarts": {"byWorker": counts}}})
     assert [tuple(told) for told in restarted(cache)] == [("rl", "sums", "trainer", 0, 2)]
 
 
-def test_a_job_whose_pods_are_to_stay_leaves_them() -> None:
+def test_an_orphaning_deletion_of_a_job_leaves_its_pods() -> None:
     """`kubectl delete --cascade=orphan`: the job remains until Kubernetes released the pods."""
     world = World()
     world.to_running()
@@ -161,7 +161,7 @@ def test_a_job_whose_pods_are_to_stay_leaves_them() -> None:
     assert world.reconcile().delete
 
 
-def test_a_status_that_says_a_run_of_no_number_is_open_begins_anew() -> None:
+def test_a_status_with_run_number_0_starts_run_1() -> None:
     world = World()
     world.settle()
     world.body["status"] = {"internal": {"number": 0, "state": "open"}}
@@ -170,7 +170,7 @@ def test_a_status_that_says_a_run_of_no_number_is_open_begins_anew() -> None:
     assert world.body["status"]["run"]["number"] == 1
 
 
-def test_a_condition_without_a_time_is_no_riddle() -> None:
+def test_a_condition_without_a_transition_time_is_repaired() -> None:
     world = World()
     world.settle()
     world.body["status"]["conditions"] = [{"type": "Healthy", "status": "False"}, {"type": "Ready", "status": "False"}]

@@ -12,7 +12,7 @@ from rlhfspec.operator.lease import Lease
 
 
 @pytest.mark.parametrize(("code", "is_held"), [(200, True), (404, False), (409, False), (500, True)])
-async def test_who_finds_its_lease_written_by_another_stops_at_once(code: int, is_held: bool, tmp_path: Path) -> None:
+async def test_a_holder_whose_lease_was_rewritten_gives_up_at_once(code: int, is_held: bool, tmp_path: Path) -> None:
     """While the API server fails, the holder keeps the lease until it expires."""
     codes = [404, 201, code]  # there is none, it is made, and then
 

@@ -83,7 +83,7 @@ async def test_streams_go_with_their_run_and_no_others_do(servers: SharedServers
         assert await left(runs_of(watched=["never-heard-of"])) == {"44dd", "55ee"}, "it is heard of now"
 
 
-async def test_only_work_that_nobody_takes_has_an_end(servers: SharedServers) -> None:
+async def test_only_streams_of_work_have_a_maximum_age(servers: SharedServers) -> None:
     """The last record of a subject stays, as a data set is announced once in a run."""
     await servers.make_streams("66ff")
     control = await asked_by_the_operator(servers)
@@ -104,7 +104,7 @@ def streams_at(port: int) -> Streams:
     return Streams(f"nats://127.0.0.1:{port}", "6eb63d927a08", None, "", None)
 
 
-async def test_a_nats_that_is_deaf_or_gone_is_no_news_twice(
+async def test_a_silent_or_missing_nats_is_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streams, "CALL_SECONDS", 0.5)
@@ -117,7 +117,7 @@ async def test_a_nats_that_is_deaf_or_gone_is_no_news_twice(
                 await asyncio.wait_for(tending._look(), 20.0)
             assert failed == ["NATS", "NATS"]
             [record] = [each for each in caplog.records if each.name == "rlhfspec.operator.shared.leftovers"]
-            assert "jobs go on" in record.message
+            assert "open runs continue" in record.message
 
 
 @needs_redis
@@ -207,7 +207,7 @@ async def test_a_redis_that_was_started_anew_has_its_users_again(servers: Shared
 
 
 @needs_redis
-def test_cancelled_anywhere_it_leaves_no_connection(servers: SharedServers) -> None:
+def test_cancelling_the_cleanup_at_any_moment_leaves_no_connection(servers: SharedServers) -> None:
     async def cancelled(seconds: float) -> None:
         _, redis = operators(servers)
         task = asyncio.create_task(Tending(redis, runs_of(("team", "f77f")), lambda _: None).run())
@@ -227,7 +227,7 @@ def test_cancelled_anywhere_it_leaves_no_connection(servers: SharedServers) -> N
 
 
 @needs_redis
-async def test_a_user_who_may_not_make_users_is_named(servers: SharedServers, tmp_path: Path) -> None:
+async def test_a_redis_user_without_the_right_to_make_users_is_named(servers: SharedServers, tmp_path: Path) -> None:
     (tmp_path / "redis.username").write_text("somebody\n")
     (tmp_path / "redis.password").write_text("s3cret\n")
     login = redis_login(servers.keys, tmp_path)
@@ -262,7 +262,7 @@ def of_run(number: int, state: str, version: int) -> dict[str, object]:
     return {**job(version=version), "status": {"internal": {"number": number, "state": state}}}
 
 
-def test_the_cache_knows_which_runs_are_open_and_tells_when_that_changes() -> None:
+def test_the_cache_lists_open_runs_and_calls_back_on_changes() -> None:
     told: list[None] = []
     cache = Cache(runs_changed=lambda: told.append(None))
     cache.put_job(job(version=1))
@@ -281,7 +281,7 @@ def test_the_cache_knows_which_runs_are_open_and_tells_when_that_changes() -> No
     assert (cache.open_runs(), len(told)) == (set(), 4)
 
 
-def test_a_run_lives_as_long_as_its_pods() -> None:
+def test_a_run_is_live_as_long_as_its_pods() -> None:
     """Pods outlive a deleted job: its trainer may still write a checkpoint."""
     cache = Cache()
     body = pod(phase="Running")
@@ -293,6 +293,6 @@ def test_a_run_lives_as_long_as_its_pods() -> None:
     assert cache.live_runs() == set()
 
 
-def test_the_inbox_of_the_operator_is_its_own(servers: SharedServers) -> None:
+def test_the_operator_has_an_inbox_of_its_own(servers: SharedServers) -> None:
     there, _ = operators(servers)
     assert there._options["inbox_prefix"] == inbox_of("operator", "release").encode()

@@ -105,7 +105,7 @@ async def acting(folder: Path, patch: pytest.MonkeyPatch) -> AsyncIterator[Watch
                 working.cancel()
 
 
-async def test_what_it_does_is_counted_and_every_name_that_is_said_anywhere_is_served(
+async def test_actions_are_counted_and_every_documented_metric_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with acting(tmp_path, monkeypatch) as watched:
@@ -139,7 +139,7 @@ async def test_what_it_does_is_counted_and_every_name_that_is_said_anywhere_is_s
         assert set(map(family, served)) == set(map(family, wanted)) | {"rlhfspec_restarts"}, "all is documented"
 
 
-async def test_who_stands_by_counts_no_jobs_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_standby_operator_counts_no_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with acting(tmp_path, monkeypatch) as watched:
         watched.operator._cache.put_job(job_body() | {"status": {"restarts": {"byWorker": {"reward-0": 2}}}})
         assert values_of(await watched.metrics(), "rlhfspec_restarts_total", worker="0") == [2.0]

@@ -55,14 +55,14 @@ async def served() -> AsyncIterator[tuple[Endpoint, Callable[[str], Awaitable[in
         yield endpoint, post
 
 
-async def test_a_job_reports_so_often_and_not_more() -> None:
+async def test_reports_of_a_job_are_rate_limited() -> None:
     async with served() as (endpoint, post):
         assert [await post("good"), await post("good")] == [204, 429]
         endpoint.now += LEAST_SECONDS
         assert await post("good") == 204
 
 
-async def test_a_token_is_asked_about_now_and_then() -> None:
+async def test_the_review_of_a_token_is_cached_for_a_while() -> None:
     async with served() as (endpoint, post):
         for _ in range(3):
             await post("good")
@@ -77,7 +77,7 @@ async def test_a_token_is_asked_about_now_and_then() -> None:
         assert endpoint.asked["good"] == 2
 
 
-async def test_however_many_tokens_come_few_are_remembered() -> None:
+async def test_only_a_bounded_number_of_tokens_is_remembered() -> None:
     async with served() as (endpoint, _):
         for number in range(MOST_KNOWN + 5):
             await endpoint.reports._caller(f"bad-{number}")

@@ -55,7 +55,7 @@ def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 CLAIM, ACCOUNT = f"POST {WHERE}/persistentvolumeclaims", f"PATCH {WHERE}/serviceaccounts/it"
 
 
-async def test_what_is_refused_is_tried_again_until_it_is_there(
+async def test_a_refused_namespace_object_is_retried_until_it_exists(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = Server()
@@ -74,7 +74,7 @@ async def test_what_is_refused_is_tried_again_until_it_is_there(
     ]
 
 
-async def test_a_claim_that_is_there_already_is_nobodys_trouble(tmp_path: Path) -> None:
+async def test_a_claim_that_exists_already_is_no_error(tmp_path: Path) -> None:
     server = Server()
     server.answers["POST"] = 409
     async with working(server, tmp_path) as found:
@@ -85,7 +85,7 @@ async def test_a_claim_that_is_there_already_is_nobodys_trouble(tmp_path: Path) 
         assert server.asked[CLAIM] == 1
 
 
-async def test_a_namespace_that_was_made_again_is_furnished_again(tmp_path: Path) -> None:
+async def test_a_recreated_namespace_is_furnished_again(tmp_path: Path) -> None:
     server = Server()
     async with working(server, tmp_path) as found:
         found.joins("team")

@@ -18,7 +18,7 @@ from rlhfspec.operator.looking.queue import ReconcileResult
 KEY = ("rl", "sums")
 
 
-async def test_of_steps_faster_than_once_a_second_the_last_is_written_and_none_is_lost(tmp_path: Path) -> None:
+async def test_fast_steps_write_the_last_status_and_lose_none(tmp_path: Path) -> None:
     written: list[dict[str, Any]] = []
     wanted: dict[str, Any] = {}
 

@@ -43,7 +43,7 @@ async def lacking(transport: NatsTransport, run: OpenRun) -> list[str]:
     return [name for name, is_there in found.items() if not is_there]
 
 
-async def test_open_runs_have_their_streams_also_where_nats_lost_all_it_had(tmp_path: Path) -> None:
+async def test_streams_of_open_runs_are_made_again_after_nats_lost_them(tmp_path: Path) -> None:
     with SharedServers(tmp_path) as servers:
         there, _ = operators(servers)
         runs = Runs(cache_of("j1", "j2"), lambda: {"rl"}, lambda: True)
@@ -69,7 +69,7 @@ async def test_open_runs_have_their_streams_also_where_nats_lost_all_it_had(tmp_
         await transport.close()
 
 
-async def test_a_run_that_nats_refuses_is_named_and_in_nobodys_way(servers: SharedServers) -> None:
+async def test_a_run_that_nats_refuses_is_named_and_blocks_no_other(servers: SharedServers) -> None:
     there, _ = operators(servers)
     runs = Runs(cache_of("k1", "k2"), lambda: {"team", "rl"}, lambda: True)
     refused, other = runs.to_declare()
@@ -86,7 +86,7 @@ async def test_a_run_that_nats_refuses_is_named_and_in_nobodys_way(servers: Shar
     await transport.close()
 
 
-async def test_who_leads_no_more_makes_nothing(servers: SharedServers) -> None:
+async def test_an_operator_that_lost_leadership_makes_no_streams(servers: SharedServers) -> None:
     there, _ = operators(servers)
     runs = Runs(cache_of("l1"), set, lambda: False)
     with pytest.raises(LeadershipLost):
@@ -97,7 +97,7 @@ async def test_who_leads_no_more_makes_nothing(servers: SharedServers) -> None:
     await transport.close()
 
 
-async def test_what_was_begun_and_not_finished_is_finished(servers: SharedServers) -> None:
+async def test_streams_that_a_predecessor_left_unfinished_are_completed(servers: SharedServers) -> None:
     """A predecessor may have died between a stream and its consumers."""
     there, _ = operators(servers)
     runs = Runs(cache_of("m1"), set, lambda: True)

@@ -104,7 +104,7 @@ def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watching, "LONGEST_WAIT_SECONDS", 0.1)
 
 
-async def test_a_namespace_that_may_not_be_seen_is_nobody_elses_business(
+async def test_a_forbidden_namespace_does_not_affect_other_namespaces(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cluster = Cluster()
@@ -124,7 +124,7 @@ async def test_a_namespace_that_may_not_be_seen_is_nobody_elses_business(
     assert len(said) == 2, "once that it is not, once that it is again"
 
 
-async def test_what_went_while_a_watch_was_broken_is_gone(tmp_path: Path) -> None:
+async def test_a_job_deleted_while_a_watch_was_broken_is_removed(tmp_path: Path) -> None:
     cluster = Cluster()
     async with watched(cluster, tmp_path) as (_, cache):
         await until(lambda: cluster.asked["rl", "watch"] == 1 and cluster.asked["team", "watch"] == 1)
@@ -137,7 +137,7 @@ async def test_what_went_while_a_watch_was_broken_is_gone(tmp_path: Path) -> Non
         assert job["metadata"]["uid"]
 
 
-async def test_a_watch_that_the_server_ends_goes_on_where_it_was_without_a_list(tmp_path: Path) -> None:
+async def test_a_watch_that_the_server_ends_resumes_without_a_list(tmp_path: Path) -> None:
     cluster = Cluster()
     async with watched(cluster, tmp_path) as (_, cache):
         await until(lambda: cluster.asked["rl", "watch"] == 1)
@@ -148,7 +148,7 @@ async def test_a_watch_that_the_server_ends_goes_on_where_it_was_without_a_list(
         assert cluster.asked["rl", "list"] == 1
 
 
-async def test_an_object_of_a_megabyte_and_one_that_makes_no_sense(tmp_path: Path) -> None:
+async def test_a_huge_object_and_a_malformed_one_do_not_break_the_watch(tmp_path: Path) -> None:
     cluster = Cluster()
     async with watched(cluster, tmp_path) as (_, cache):
         await until(lambda: cluster.asked["rl", "watch"] == 1)

@@ -12,7 +12,7 @@ from rlhfspec.plugin.main import app
 
 
 @pytest.mark.parametrize("options", [[], ["--follow"], ["--role", "reward"]])
-async def test_a_job_without_pods_is_said(tmp_path: Path, options: list[str]) -> None:
+async def test_logs_of_a_job_without_pods_are_refused_with_its_name(tmp_path: Path, options: list[str]) -> None:
     async def answer(request: web.Request) -> web.Response:
         if request.path.endswith("/rlhfjobs/sums"):
             return web.json_response({"metadata": {"name": "sums"}, "status": {"phase": "Succeeded"}})
@@ -23,4 +23,4 @@ async def test_a_job_without_pods_is_said(tmp_path: Path, options: list[str]) ->
         done = await asyncio.to_thread(CliRunner().invoke, app, words)
     assert done.exit_code == 2
     assert "sums" in done.output
-    assert "no pod of it has a log: the job is Succeeded" in done.output
+    assert "none of its pods has a log: the job is Succeeded" in done.output

@@ -65,7 +65,7 @@ def commands_on(redis: Redis, key: str) -> dict[str, tuple[object, bool]]:
 
 @pytest.mark.usefixtures("redis_users")
 @pytest.mark.parametrize("role", [CONTROL, DASHBOARD])
-async def test_control_alone_writes_and_nothing_of_another_run(servers: SharedServers, role: str) -> None:
+async def test_only_control_writes_and_only_to_its_own_run(servers: SharedServers, role: str) -> None:
     async with redis_client(servers, role) as client:
         for run in (MINE, THEIRS):
             wanted = {True: role == CONTROL and run == MINE, False: role == DASHBOARD or run == MINE}
@@ -94,7 +94,7 @@ async def test_a_worker_has_no_user_and_no_password_and_may_write_nothing(server
                 await redis.set(live_key(UID), b"x")
 
 
-async def test_the_operator_itself_reads_nothing(servers: SharedServers) -> None:
+async def test_the_operator_may_not_read_live_views(servers: SharedServers) -> None:
     user, password = redis_login(servers.keys, servers.folder)
     authority = servers.keys.ca_pem.decode()
     async with Redis.from_url(
@@ -114,7 +114,7 @@ async def _may(command: object) -> bool:
     return True
 
 
-async def test_nobody_without_a_password(servers: SharedServers) -> None:
+async def test_redis_refuses_clients_without_the_right_password(servers: SharedServers) -> None:
     folder = servers.credentials("reward")
     for told in ({}, {"username": "reward", "password": "wrong"}, {"username": "default", "password": ""}):
         options = {"ssl_ca_certs": str(folder / "servers-ca.pem"), **told}
@@ -124,7 +124,7 @@ async def test_nobody_without_a_password(servers: SharedServers) -> None:
 
 
 @pytest.mark.usefixtures("redis_users")
-async def test_the_live_view_works_through_it(servers: SharedServers) -> None:
+async def test_the_live_view_works_with_the_rights_of_its_users(servers: SharedServers) -> None:
     looks = servers.credentials(CONTROL, run=UID, namespace=MINE.namespace)
     writing = LiveState(servers.redis_url, UID, credentials=looks)
     sending = asyncio.create_task(writing.run())

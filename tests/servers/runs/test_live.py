@@ -90,7 +90,7 @@ async def beating(state: LiveState, known: KnownRun, recent: RecentLines | None 
         beats.close()
 
 
-async def test_a_viewer_sees_the_last_that_was_told_of_every_worker(tmp_path: Path) -> None:
+async def test_a_viewer_sees_the_last_state_of_every_worker(tmp_path: Path) -> None:
     async with a_server(tmp_path) as place:
         assert await place.read() == LiveView()
         lines = RecentLines()
@@ -110,7 +110,7 @@ async def test_a_viewer_sees_the_last_that_was_told_of_every_worker(tmp_path: Pa
         assert await place.read() == LiveView(), "a run that is over is not shown"
 
 
-async def test_what_was_written_long_ago_is_as_old_as_it_is(tmp_path: Path) -> None:
+async def test_an_old_live_view_keeps_its_age(tmp_path: Path) -> None:
     """A dead writer's workers fall silent by the server's clock."""
     async with a_server(tmp_path) as place:
         state = place.state()
@@ -132,7 +132,9 @@ async def test_what_was_written_long_ago_is_as_old_as_it_is(tmp_path: Path) -> N
         await state.close()
 
 
-async def test_a_server_back_empty_is_full_with_the_next_beat(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_restarted_empty_redis_is_filled_by_the_next_beat(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "rlhfspec.stage")
     async with a_server(tmp_path) as place:
         state = place.state()
@@ -191,7 +193,7 @@ async def test_a_server_that_hangs_delays_nobody(
         await state.close()  # has a deadline too
 
 
-async def test_a_wrong_password_is_a_reason_and_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_wrong_password_is_logged_and_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with a_server(tmp_path) as place:
         (place.credentials / "redis.password").write_text("guessed")
         state = place.state()
@@ -258,7 +260,7 @@ async def test_a_connection_that_takes_longer_than_a_write_is_made(tmp_path: Pat
         await place.until(lambda view: names(view) == ["generator-0"])
 
 
-async def test_what_another_version_wrote_is_not_shown(tmp_path: Path) -> None:
+async def test_a_live_view_in_an_unknown_format_is_not_shown(tmp_path: Path) -> None:
     async with a_server(tmp_path) as place:
         password = (place.credentials / "redis.password").read_text()
         async with redis.asyncio.Redis.from_url(place.server.url, password=password) as client:
@@ -279,7 +281,9 @@ async def _beat(place: Place) -> None:
 
 
 @pytest.mark.parametrize("look", [_read, _beat])
-def test_cancelled_anywhere_it_leaves_no_connection(tmp_path: Path, look: Callable[[Place], Awaitable[None]]) -> None:
+def test_cancelling_at_any_moment_leaves_no_connection(
+    tmp_path: Path, look: Callable[[Place], Awaitable[None]]
+) -> None:
     async def cancelled(place: Place, moment: int) -> None:
         task = asyncio.ensure_future(look(place))
         for _ in range(moment):
@@ -304,7 +308,7 @@ def test_cancelled_anywhere_it_leaves_no_connection(tmp_path: Path, look: Callab
     assert [str(each.message) for each in caught] == []
 
 
-def test_the_window_is_bounded() -> None:
+def test_the_window_of_recent_lines_is_bounded() -> None:
     lines = RecentLines()
     for number in range(1000):
         lines.step(str(number))
@@ -315,7 +319,7 @@ def test_the_window_is_bounded() -> None:
     assert {len(sample.prompt) for sample in window.samples} == {200}
 
 
-def test_what_is_no_redis_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_url_that_is_not_of_redis_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="redis_url: must begin with one of unix://, redis://, rediss://"):
         LiveState("http://localhost", UID)
     with pytest.raises(InvalidRequest, match=r"credentials: cannot be read: No such file"):
@@ -338,12 +342,12 @@ async def test_top_shows_who_runs_where(tmp_path: Path) -> None:
         assert result.output.index("generator-0") < result.output.index("reward-0"), "as the stages stand in the map"
 
 
-def test_top_says_in_one_line_why_there_is_nothing_to_show(tmp_path: Path) -> None:
+def test_top_explains_in_one_line_why_it_shows_nothing(tmp_path: Path) -> None:
     def top() -> tuple[int, str]:
         result = CliRunner().invoke(app, ["top", str(tmp_path)])
         return result.exit_code, result.output
 
-    assert top() == (2, f"RUN: no run with --processes is going on there (got {str(tmp_path)!r})\n")
+    assert top() == (2, f"RUN: no run with --processes is active in this folder (got {str(tmp_path)!r})\n")
     place = Place(tmp_path)
     write_connections(tmp_path, place)
     code, output = top()

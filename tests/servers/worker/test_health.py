@@ -48,7 +48,7 @@ def status(health: Health, *, role: str = "reward", credentials: Path | None = N
         return int(health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60).status)
 
 
-def test_it_serves_from_ready_to_draining(health: Health) -> None:
+def test_readiness_goes_from_building_to_ready_to_draining(health: Health) -> None:
     assert (status(health), asked(health, "/readyz")) == (NOT_SERVING, (503, "reward 0 is being built\n"))
     assert asked(health, "/healthz") == (200, "ok\n"), "it lives, and is not to be restarted while it is built"
     health.ready()
@@ -72,7 +72,7 @@ def test_work_past_its_deadline_is_not_ready_but_alive(clock: FakeClock) -> None
         assert status(health) == SERVING
 
 
-def test_a_loop_that_does_not_beat_is_neither(clock: FakeClock) -> None:
+def test_a_blocked_event_loop_is_neither_ready_nor_alive(clock: FakeClock) -> None:
     with Health("reward", 0, Vitals(clock), beat_seconds=0.0) as health:
         health.ready()
         code, why = asked(health, "/healthz")
@@ -81,7 +81,7 @@ def test_a_loop_that_does_not_beat_is_neither(clock: FakeClock) -> None:
         assert status(health) == NOT_SERVING
 
 
-def test_a_beat_says_that_the_loop_answers(clock: FakeClock) -> None:
+def test_a_beat_makes_the_worker_healthy_again(clock: FakeClock) -> None:
     with Health("reward", 0, Vitals(clock), beat_seconds=600.0) as health:
         health._last_beat -= 601.0
         assert asked(health, "/healthz")[0] == 503
@@ -89,7 +89,7 @@ def test_a_beat_says_that_the_loop_answers(clock: FakeClock) -> None:
         assert asked(health, "/healthz")[0] == 200
 
 
-def test_who_watches_is_told_of_a_change(clock: FakeClock) -> None:
+def test_a_grpc_watch_reports_each_change_of_health(clock: FakeClock) -> None:
     vitals = Vitals(clock)
     with Health("reward", 0, vitals) as health, grpc.insecure_channel(health.grpc_address) as channel:
         watched = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60)
@@ -102,12 +102,12 @@ def test_who_watches_is_told_of_a_change(clock: FakeClock) -> None:
         assert next(watched).status == SERVING
 
 
-def test_metrics_and_what_is_not_there(health: Health) -> None:
+def test_the_endpoint_serves_metrics_and_404_for_unknown_paths(health: Health) -> None:
     assert asked(health, "/metrics") == (200, "rlhfspec_things_total 3\n")
-    assert asked(health, "/secrets") == (404, "there are /healthz, /readyz and /metrics\n")
+    assert asked(health, "/secrets") == (404, "not found; use /healthz, /readyz or /metrics\n")
 
 
-def test_others_add_their_handlers(clock: FakeClock) -> None:
+def test_other_grpc_handlers_can_be_added(clock: FakeClock) -> None:
     def echo(request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         yield request[::-1]
 
@@ -118,7 +118,7 @@ def test_others_add_their_handlers(clock: FakeClock) -> None:
         assert list(channel.unary_stream("/rlhf.Echo/Back")(b"abc", timeout=60)) == [b"cba"]
 
 
-def test_nothing_is_left_when_it_closes(clock: FakeClock) -> None:
+def test_closing_leaves_no_port_and_no_thread(clock: FakeClock) -> None:
     before = {thread for thread in threading.enumerate() if not thread.daemon}
     with Health("reward", 0, Vitals(clock)) as health:
         health.ready()
@@ -134,7 +134,7 @@ def test_nothing_is_left_when_it_closes(clock: FakeClock) -> None:
         assert thread.daemon or not thread.is_alive() or thread.join(10.0) is None
 
 
-def test_with_credentials_only_ours_are_heard(tmp_path: Path, clock: FakeClock) -> None:
+def test_only_callers_with_credentials_of_the_run_are_served(tmp_path: Path, clock: FakeClock) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     create_credentials(ours, ["reward", "control"])
     create_credentials(theirs, ["control"])

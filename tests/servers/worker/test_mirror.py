@@ -50,7 +50,7 @@ def train(folder: Path, checkpoints: CheckpointStore, step: int) -> None:
 
 @settings(max_examples=12, deadline=None)
 @given(steps=st.integers(2, 4), dies_after=st.integers(0, 14))
-def test_a_trainer_that_dies_while_it_sends_is_followed_by_one_that_goes_on(steps: int, dies_after: int) -> None:
+def test_a_run_goes_on_after_a_trainer_died_while_it_uploaded(steps: int, dies_after: int) -> None:
     with tempfile.TemporaryDirectory() as place:
         prefix, first, second = Path(place).name, Path(place, "first"), Path(place, "second")
         mirror, acknowledged = mirror_at(first, prefix), 0
@@ -80,7 +80,7 @@ def test_a_trainer_that_dies_while_it_sends_is_followed_by_one_that_goes_on(step
         assert after.last_checkpoint() == steps + 1
 
 
-def test_what_did_not_change_is_not_sent_again(tmp_path: Path) -> None:
+def test_unchanged_files_are_not_sent_again(tmp_path: Path) -> None:
     mirror = mirror_at(tmp_path, "unchanged")
     with CheckpointStore(tmp_path / RUN / "checkpoints", keep=2) as checkpoints:
         train(tmp_path / RUN, checkpoints, 1)
@@ -93,7 +93,7 @@ def test_what_did_not_change_is_not_sent_again(tmp_path: Path) -> None:
     again.send()
 
 
-def test_each_fetches_what_it_reads_and_sends_what_it_wrote(tmp_path: Path) -> None:
+def test_each_role_fetches_the_files_it_reads_and_sends_those_it_wrote(tmp_path: Path) -> None:
     trainer = mirror_at(tmp_path / "trainer", "shared")
     (tmp_path / "trainer" / RUN / "processes").mkdir()
     for name in ("processes/job.json", "steps.jsonl", ".lock"):
@@ -116,7 +116,7 @@ def test_each_fetches_what_it_reads_and_sends_what_it_wrote(tmp_path: Path) -> N
     assert (tmp_path / "again" / RUN / "moves.jsonl").read_text() == "{}\n"
 
 
-def test_another_rank_of_a_trainer_leaves_alone_what_the_first_writes(tmp_path: Path) -> None:
+def test_a_following_rank_does_not_overwrite_files_of_the_first_rank(tmp_path: Path) -> None:
     first = mirror_at(tmp_path, "ranks")
     (tmp_path / RUN / "processes").mkdir()
     for name in ("processes/job.json", "steps.jsonl"):
@@ -128,7 +128,7 @@ def test_another_rank_of_a_trainer_leaves_alone_what_the_first_writes(tmp_path: 
     assert (tmp_path / RUN / "steps.jsonl").read_text() == "another line"
 
 
-def test_control_can_read_everybodys_traces(tmp_path: Path) -> None:
+def test_control_fetches_the_traces_of_all_workers(tmp_path: Path) -> None:
     for worker in (0, 1):
         generator = mirror_at(tmp_path / f"{worker}", "traced", "generator", worker)
         (tmp_path / f"{worker}" / RUN / "traces").mkdir()
@@ -140,7 +140,7 @@ def test_control_can_read_everybodys_traces(tmp_path: Path) -> None:
     assert len(list((tmp_path / "control" / RUN / "traces").iterdir())) == 2
 
 
-def test_who_computes_nothing_gets_no_weights(tmp_path: Path) -> None:
+def test_roles_without_a_model_fetch_no_weights(tmp_path: Path) -> None:
     base = tmp_path / "all"
     (base / "policy").mkdir(parents=True)
     for name in (

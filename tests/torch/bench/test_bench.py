@@ -83,14 +83,16 @@ def rows(scenario: str, **speeds: float) -> list[ResultRow]:
         ("batch-1", FAST, "library", 101.0, True),  # on real text it only has to beat plain
     ],
 )
-def test_bar_against_plain(scenario: str, machine: Processor, pair: str, adaptive: float, holds: bool) -> None:
+def test_the_bar_against_plain_depends_on_scenario_and_machine(
+    scenario: str, machine: Processor, pair: str, adaptive: float, holds: bool
+) -> None:
     measured = tuple(rows(scenario, plain=100.0, adaptive=adaptive))
     results = Results(machine=machine, rows=measured, settings={"pair": pair})
     [bar] = [bar for bar in bars(results) if bar.name == "adaptive / plain"]
     assert bar.holds is holds
 
 
-def test_bars_against_static_and_vllm() -> None:
+def test_bars_compare_with_the_best_static_strategy_and_with_vllm() -> None:
     measured = rows(
         "batch-8", plain=100.0, adaptive=130.0, static_a=110.0, static_b=137.0, vllm_plain=101.0, vllm_draft=99.0
     )
@@ -220,7 +222,9 @@ def test_trees_compares_with_chains(untrained_pair: tiny_models.TinyModels, monk
     assert (gain.holds, replace(gain, tree_tokens=11.0).holds, replace(gain, num_nodes=8).holds) == (False, True, True)
 
 
-def test_demo_draws(untrained_pair: tiny_models.TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_drain_draws_its_picture(
+    untrained_pair: tiny_models.TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tiny_models, "ensure", lambda *_, **__: untrained_pair)
     picture = tmp_path / "pictures" / "demo.png"
     arguments = ["bench", "drain", "--output", str(picture), "--tokens", "8", "--threads", "1", "--dtype", "float32"]

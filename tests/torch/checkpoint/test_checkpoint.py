@@ -61,7 +61,7 @@ def same(one: Any, other: Any) -> bool:
 
 @given(states)
 @settings(max_examples=150)
-def test_any_state_comes_back_as_it_was(value: Any) -> None:
+def test_any_state_unpacks_as_it_was_packed(value: Any) -> None:
     document, tensors = pack(value)
     assert same(unpack(json.loads(json.dumps(document, allow_nan=False)), tensors), value)
 
@@ -69,7 +69,7 @@ def test_any_state_comes_back_as_it_was(value: Any) -> None:
 @pytest.mark.parametrize(
     "value", [{1, 2}, object(), {"a": {(1, 2): 3}}, {True: 1}], ids=lambda value: type(value).__name__
 )
-def test_what_cannot_be_kept_is_refused_by_its_path(value: Any) -> None:
+def test_a_value_that_cannot_be_kept_is_refused_by_its_path(value: Any) -> None:
     with pytest.raises(InvalidRequest) as error:
         pack({"run": [value]})
     assert error.value.field.startswith("run.0")
@@ -100,7 +100,7 @@ def test_an_optimizer_goes_on_as_if_nothing_had_happened(folder: Path) -> None:
     assert loaded["random"] == random.getstate()
 
 
-def test_one_file_a_part_readable_without_this_package(folder: Path) -> None:
+def test_a_checkpoint_has_one_readable_file_for_each_part(folder: Path) -> None:
     with CheckpointStore(folder, keep=1) as store:
         path = store.save(12, state(12))
     assert path == folder / "step-00000012"
@@ -108,11 +108,11 @@ def test_one_file_a_part_readable_without_this_package(folder: Path) -> None:
         "manifest.json", "optimizer.safetensors", "policy.safetensors", "state.json",
     ]  # fmt: skip
     assert load_file(path / "policy.safetensors")["policy.weight"].shape == (64, 64)
-    with CheckpointStore(folder, keep=1) as store, pytest.raises(InvalidRequest, match="parts of a checkpoint"):
+    with CheckpointStore(folder, keep=1) as store, pytest.raises(InvalidRequest, match="letters, digits, underscores"):
         store.save(13, {"../elsewhere": 1})
 
 
-def test_the_best_stays_until_another_is_better(folder: Path) -> None:
+def test_the_best_checkpoint_stays_until_another_is_better(folder: Path) -> None:
     with CheckpointStore(folder, keep=2) as store:
         assert store.latest() is None
         for step, best in ((1, None), (2, 1), (3, 1), (4, 1), (5, 4), (6, 4), (7, 4)):
@@ -145,7 +145,9 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_one_is_passed_over_with_warning(folder: Path, damage: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(
+    folder: Path, damage: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     with CheckpointStore(folder, keep=3) as store:
         for step in (1, 2, 3):
             store.save(step, state(step))
@@ -158,7 +160,7 @@ def test_a_damaged_one_is_passed_over_with_warning(folder: Path, damage: Any, ca
             store.load(3)
 
 
-def test_when_all_are_damaged_nobody_starts_anew_by_mistake(folder: Path) -> None:
+def test_if_all_checkpoints_are_damaged_the_start_fails(folder: Path) -> None:
     with CheckpointStore(folder, keep=2) as store:
         store.save(1, state(1))
         damage_byte(folder / "step-00000001")
@@ -166,7 +168,7 @@ def test_when_all_are_damaged_nobody_starts_anew_by_mistake(folder: Path) -> Non
             store.latest()
 
 
-def test_another_schema_is_said_and_not_passed_over(folder: Path) -> None:
+def test_a_checkpoint_of_another_schema_is_refused(folder: Path) -> None:
     with CheckpointStore(folder, keep=2) as store:
         path = store.save(1, state(1)) / "manifest.json"
         path.write_text(path.read_text().replace('"schema": 1', '"schema": 2'))
@@ -196,7 +198,7 @@ def test_a_damaged_tensor_file_is_one_line(tmp_path: Path, damage: Callable[[byt
 
 
 @pytest.mark.parametrize("damage", ["length", "lost file", "lost manifest", str(b'{"schema": 1}')])
-def test_a_damaged_one_does_not_push_out_a_sound_one(folder: Path, damage: str) -> None:
+def test_a_damaged_checkpoint_does_not_displace_a_sound_one(folder: Path, damage: str) -> None:
     with CheckpointStore(folder, keep=2) as store:
         for step in (1, 2):
             store.save(step, state(step))
@@ -220,16 +222,16 @@ def test_a_step_that_was_damaged_is_written_anew(folder: Path) -> None:
         check(store.load(2), 2)
 
 
-def test_two_runs_never_write_one_folder(folder: Path) -> None:
+def test_two_runs_cannot_write_to_one_checkpoint_folder(folder: Path) -> None:
     with (
         CheckpointStore(folder, keep=1),
-        pytest.raises(StorageError, match=rf"another run writes here \(process {os.getpid()}\)"),
+        pytest.raises(StorageError, match=rf"another run is writing here \(process {os.getpid()}\)"),
     ):
         CheckpointStore(folder, keep=1)
     CheckpointStore(folder, keep=1).close()
 
 
-def test_a_folder_that_cannot_be_one_is_an_error_of_ours(tmp_path: Path) -> None:
+def test_a_path_that_cannot_hold_checkpoints_is_a_storage_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot keep checkpoints here"):
         CheckpointStore(tmp_path / "file" / "checkpoints", keep=1)
@@ -287,7 +289,7 @@ def test_a_failure_of_any_operation_loses_nothing(tmp_path: Path, replacing: boo
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama-tied", "gpt-neox", "qwen3"])
-def test_an_export_is_the_policy(tmp_path: Path, kind: str) -> None:
+def test_an_export_gives_the_logits_of_the_policy(tmp_path: Path, kind: str) -> None:
 
     model = random_model(kind, seed=0, vocab_size=260)
     tokens = torch.randint(260, (1, 9))

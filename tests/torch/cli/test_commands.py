@@ -66,7 +66,7 @@ def test_a_drafter_is_made_and_changes_no_token(place: Path) -> None:
     assert generated(place, None) == generated(place, place / "drafter") == generated(place, place / "made")
 
 
-def test_transformers_gives_the_logits_of_what_drafts(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_gives_the_logits_of_the_exported_drafter(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     learnt: list[Student] = []
     genuine = Student.learn
 
@@ -97,25 +97,25 @@ def test_ctrl_c_leaves_a_whole_folder(place: Path, monkeypatch: pytest.MonkeyPat
     assert not list(place.glob(".writing*"))
 
 
-def test_time_is_a_limit_too(place: Path) -> None:
+def test_training_a_drafter_stops_at_the_time_limit(place: Path) -> None:
     assert "learnt from 0 tokens" in train(place, "--seconds", "0").stdout
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"out": "policy"}, "--out: is there already"),
-        ({"out": "data.jsonl"}, "--out: is there already"),
+        ({"out": "policy"}, "--out: already exists"),
+        ({"out": "data.jsonl"}, "--out: already exists"),
         ({"data": "none.jsonl"}, "none.jsonl"),
         ({"data": "rewards.py"}, "rewards.py"),
         ({"model": "none"}, "none"),
         ({"column": "text"}, "--column: "),
         ({"drafter": "none"}, "none"),
-        ({"drafter": "self"}, "--drafter: is made of the policy, and nothing of it learns"),
-        ({"drafter": "auto"}, "--drafter: is made of the policy, and nothing of it learns"),
+        ({"drafter": "self"}, "--drafter: is made of the policy and cannot be trained"),
+        ({"drafter": "auto"}, "--drafter: is made of the policy and cannot be trained"),
     ],
 )
-def test_what_is_wrong_is_said_in_a_line(place: Path, given: dict[str, str], said: str) -> None:
+def test_wrong_options_of_drafter_train_are_refused_in_one_line(place: Path, given: dict[str, str], said: str) -> None:
     options = ["--column", given["column"]] if "column" in given else []
     named = {name: value for name, value in given.items() if name != "column"}
     before = sorted(place.iterdir())
@@ -144,20 +144,20 @@ def a_run(folder: Path) -> None:
     file.plan(replace(plan, dry=dict(enumerate(("consolidate", "learn", "score", "wait")))))
 
 
-def test_it_says_what_moved_why_and_what_came_of_it(tmp_path: Path) -> None:
+def test_explain_moves_shows_each_move_with_reason_and_outcome(tmp_path: Path) -> None:
     a_run(tmp_path)
     told = command(["explain-moves", str(tmp_path)], 0)
     lines = [line.partition("  ")[2] for line in told.output.splitlines()]
-    assert lines[0].startswith("8 samples at 2 generators, the last to end in 2.")
+    assert lines[0].startswith("8 samples on 2 generators: the last ends in 2.")
     assert "generator 0 -> 1: generator 0 ends in 2." in lines[1]
-    assert "went with its KV, 4.7 MB in 2 rounds, a pause of 12.3 ms" in told.output
+    assert "moved with its KV cache, 4.7 MB in 2 rounds, a pause of 12.3 ms" in told.output
     assert "generator 0 -> 1: stayed: no free row" in told.output
-    assert "; nothing moves" in told.output
+    assert "; no moves" in told.output
     assert "generator 1 has nothing to do: its drafter learns" in told.output
     assert told.output.splitlines()[-1] == "4 moves were advised"
 
 
-def test_as_json_it_is_the_lines_of_the_file(tmp_path: Path) -> None:
+def test_explain_moves_json_prints_the_lines_of_the_file(tmp_path: Path) -> None:
     a_run(tmp_path)
     told = command(["explain-moves", str(tmp_path), "--json"]).output.splitlines()
     assert [json.loads(x) for x in told] == [json.loads(x) for x in (tmp_path / "moves.jsonl").read_text().splitlines()]
@@ -221,13 +221,13 @@ def test_an_example_for_a_cluster_is_valid_and_fits(name: str, gpu: str) -> None
 def test_what_cannot_fit_is_refused_with_the_sum() -> None:
     output = rlhfspec("plan", JOBS / "70b-4x8xb200.yaml", "--gpu-memory", "80", code=2)
     assert "does not fit\n  trainer: weights 17.6 + gradients 17.6 + optimizer 35.3" in output
-    assert "  generator: weights 141.1 + KV 1.4 + forwards 1.8 = 144.3 GB of the 68 GB that it may take" in output
+    assert "  generator: weights 141.1 + KV 1.4 + forwards 1.8 = 144.3 GB, but may use only 68 GB" in output
 
 
 def test_roles_that_share_a_gpu_add_up() -> None:
     job = JOBS / "8b-8xh100.yaml"
     output = rlhfspec("plan", job, "--gpus", "4", code=2)
-    assert "wanted by each of 8 processes (trainer 4, generator 4), and there are 4" in output
+    assert "8 processes need a GPU each (trainer 4, generator 4), but there are 4" in output
     shared = ("--gpus", "4", "--set", "shareGpus=true", "--set", "generation.gpuMemoryFraction=0.5")
     output = rlhfspec("plan", job, *shared, code=2)
     assert "GPU 3: 1 x trainer 43.9 + 1 x generator 40.0 = 83.9 GB" in output

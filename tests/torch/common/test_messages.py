@@ -37,10 +37,10 @@ def through(value: Any) -> Any:
     return codec.receive("receiving", 0)
 
 
-def test_values_come_out_as_they_went_in(looped: Ranks) -> None:
+def test_values_decode_as_they_were_encoded(looped: Ranks) -> None:
     large = torch.arange(1 << 19, dtype=torch.int64)
     numbers = [0.1, 1e-310, float("inf"), -0.0, 1 << 70, True, None, "ä$", ()]
-    types = {name: torch.ones(2, 3).to(dtype) for name, dtype in codec._DTYPES.items()}
+    types = {name: torch.ones(2, 3).to(dtype) for name, dtype in codec._TENSOR_DTYPES.items()}
     value = {"numbers": numbers, "large": large, "types": types}
     value |= {"none": torch.zeros(0, 4, dtype=torch.int32).as_strided((0,), (0,)), "single": torch.tensor(3.5)}
     found = through(value)
@@ -52,7 +52,7 @@ def test_values_come_out_as_they_went_in(looped: Ranks) -> None:
         assert torch.equal(codec._bytes_of(others[name]), codec._bytes_of(tensor)), name
 
 
-def test_rollouts_states_and_models_are_told_whole(looped: Ranks) -> None:
+def test_rollouts_states_and_models_round_trip(looped: Ranks) -> None:
     step = rollouts(0)
     told = Rollouts(**through(step.fields()))
     for name, value in step.fields().items():

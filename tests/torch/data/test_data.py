@@ -99,8 +99,8 @@ def test_every_source_gives_the_same_rows(tmp_path: Path, write: Any) -> None:
         ("a.csv", b"", "holds no rows"),
         ("a.json", b'[{"prompt": "a"}, 3]', "row 2: spec.dataset.path: must be an object"),
         ("a.json", b'[{"prompt": "a"},\n]', "is not JSON: "),
-        ("a.jsonl.gz", b"prompt", "is not a whole gzip file: Not a gzipped file"),
-        ("a.jsonl.gz", gzip.compress(b'{"prompt": "a"}', mtime=0)[:-9], "is not a whole gzip file"),
+        ("a.jsonl.gz", b"prompt", "is not a complete gzip file: Not a gzipped file"),
+        ("a.jsonl.gz", gzip.compress(b'{"prompt": "a"}', mtime=0)[:-9], "is not a complete gzip file"),
         ("a.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n[]', mtime=0), "line 2: spec.dataset.path: must be an object"),
         ("a.tsv", b"prompt\n1", "must be a .jsonl, .json or .csv file"),
     ],
@@ -143,7 +143,7 @@ def test_images_are_not_decoded(tmp_path: Path) -> None:
     assert list(load_rows(Dataset(path=str(tmp_path / "saved"))).records[0]) == ["prompt"]
 
 
-def test_half_a_character_in_a_column_stays_what_it_is() -> None:
+def test_a_lone_surrogate_in_a_column_is_kept() -> None:
     prompts = prompts_of([{"prompt": "a", "note": "\ud83d", "ü": "ü"}] * 2)
     prompts[0].columns_json.encode()
     assert json.loads(prompts[0].columns_json) == {"note": "\ud83d", "ü": "ü"}
@@ -155,19 +155,19 @@ def test_a_prompt_column_of_another_name_reaches_the_rewards() -> None:
     assert prompts.columns == {"question": "", "answer": ""}
 
 
-def test_where_a_column_is_missing_first() -> None:
+def test_columns_name_the_first_row_that_lacks_them() -> None:
     records = [{"prompt": "a", "x": 1}, {"prompt": "b" * 600}, {"prompt": "c", "y": 1}, {"prompt": "d", "x": 1, "y": 1}]
     assert prompts_of(records).columns == {"x": "row 3", "y": "row 1"}
 
 
-def test_splits(tmp_path: Path) -> None:
+def test_a_wrong_split_is_refused_with_those_there_are(tmp_path: Path) -> None:
     path = str(write_folder(tmp_path))
     assert len(load_rows(Dataset(path=path, split="test"))) == 2
     with pytest.raises(JobError, match=r"spec\.dataset\.split: must be one of train, test"):
         load_rows(Dataset(path=path, split="tset"))
 
 
-def test_a_hub_id_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unavailable_hub_dataset_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(JobError, match="neither a file beside the job nor a hub dataset"):
         load_rows(Dataset(path="no-such-owner/no-such-data"))
@@ -215,7 +215,7 @@ def test_prompts_that_become_no_token_name_who_made_them_so() -> None:
     tokenizer = hugging_face_tokenizer()
     chat = [{"chat": [{"role": "user", "content": "hi"}]}]
     tokenizer.chat_template = "{# nothing #}"
-    with pytest.raises(JobError, match=r"messagesColumn: the chat template makes no token of any of the 1 prompts"):
+    with pytest.raises(JobError, match=r"messagesColumn: the chat template produces no token for any of the 1 prompts"):
         prompts_of(chat, tokenizer, messagesColumn="chat")
     tokenizer.chat_template = ""
     with pytest.raises(JobError, match=r"messagesColumn: the tokenizer has no chat template"):
@@ -225,7 +225,7 @@ def test_prompts_that_become_no_token_name_who_made_them_so() -> None:
 @pytest.mark.parametrize("kind", ["gpt2", "qwen2", "llama"])
 def test_a_folder_without_tokenizer_files_is_no_tokenizer(tmp_path: Path, kind: str) -> None:
     tiny_config(kind).save_pretrained(tmp_path)
-    with pytest.raises(InvalidRequest, match=r"spec\.model\.path: (its tokenizer knows|no tokenizer can)"):
+    with pytest.raises(InvalidRequest, match=r"spec\.model\.path: (its tokenizer has no vocabulary|no tokenizer can)"):
         load_tokenizer(Model(path=str(tmp_path)))
 
 
@@ -238,12 +238,13 @@ def test_a_tokenizer_larger_than_the_model_is_refused_with_both_sizes(tmp_path: 
     tokenizer.add_special_tokens({"additional_special_tokens": [f"<{number}>" for number in range(9)]})
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     assert len(load_tokenizer(model)) > VOCAB_SIZE
-    said = rf"spec\.model\.tokenizer: its tokens have ids up to {tokenizer.vocab_size - 1}, and .* embedding 200 rows"
+    said = rf"spec\.model\.tokenizer: its tokens have ids up to {tokenizer.vocab_size - 1}, "
+    said += r"but .* embedding has 200 rows"
     with pytest.raises(InvalidRequest, match=said):
         load_tokenizer(model.model_copy(update={"path": str(tmp_path / "small")}))
     tokenizer.chat_template = "<8>{{ messages[0].content }}"
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    with pytest.raises(InvalidRequest, match=rf"ids up to {len(tokenizer) - 1}, and .* embedding {VOCAB_SIZE} rows"):
+    with pytest.raises(InvalidRequest, match=rf"ids up to {len(tokenizer) - 1}, but .*embedding has {VOCAB_SIZE} rows"):
         load_tokenizer(model)
 
 
@@ -254,14 +255,14 @@ def test_long_prompts_are_left_out_and_counted() -> None:
     assert [len(prompts[index].text) for index in range(3)] == [1, 3, 8]
 
 
-def test_take_numbers_places_through_the_rounds() -> None:
+def test_take_numbers_the_prompts_across_rounds() -> None:
     prompts = prompts_of(RECORDS)
     assert [place for place, _ in prompts.take(step=1)] == [0, 1]
     assert [place for place, _ in prompts.take(step=1, round=2, count=1)] == [4]
     assert len({row.text for round in range(3) for _, row in prompts.take(step=1, round=round)}) == 6
 
 
-def test_the_tokenizer_beside_the_policy(tmp_path: Path) -> None:
+def test_the_tokenizer_beside_the_policy_is_loaded(tmp_path: Path) -> None:
     hugging_face_tokenizer().save_pretrained(tmp_path)
     assert load_tokenizer(Model(path=str(tmp_path))).encode("a") == [BOS, 97]
     with pytest.raises(InvalidRequest, match=r"spec\.model\.tokenizer: no tokenizer can be loaded"):
@@ -314,7 +315,7 @@ def test_seeds_and_epochs_differ() -> None:
     assert Order(num_rows=4, prompts_per_step=3, seed=1, shuffle=False).indices(2) == [3, 0, 1]
 
 
-def test_the_order_is_for_ever() -> None:
+def test_the_order_of_rows_never_changes_between_releases() -> None:
     """A resumed run may have newer libraries, so these numbers must never change."""
     order = Order(num_rows=10, prompts_per_step=4, seed=11)
     assert order.indices(1) == [1, 5, 6, 9]
@@ -331,7 +332,7 @@ def test_a_dataset_that_ends_says_after_which_step() -> None:
     assert caught.value.last_step == order.last_step == num_steps(10, 4, 1) == 2
 
 
-def test_impossible_questions() -> None:
+def test_an_impossible_step_or_count_is_refused() -> None:
     order = Order(num_rows=10, prompts_per_step=4, seed=0)
     for step, round, count in ((0, 0, 1), (1, -1, 1), (1, 0, 5)):
         with pytest.raises(InvalidRequest):

@@ -118,7 +118,7 @@ def test_sequences_move_and_are_preempted_while_both_drafters_are_noise(model: A
     assert num_moves > 3
 
 
-def test_it_gets_better(model: Any) -> None:
+def test_learning_improves_the_acceptance_of_drafts(model: Any) -> None:
     engine = make(model)
     before = tokens_a_verification(engine)
     for seed in range(100, 1000, 100):
@@ -145,7 +145,7 @@ def recording_only(model: Any) -> Engine:
     return engine
 
 
-def test_labels_are_what_the_target_says(model: Any) -> None:
+def test_labels_are_the_log_probs_of_the_target(model: Any) -> None:
     """Hugging Face's log-probs of the whole sequence are the slow twin."""
     engine, temperature = recording_only(model), 0.7
     done = generate(engine, temperature=temperature)
@@ -171,7 +171,7 @@ def test_a_drafter_of_every_family_learns(kind: str) -> None:
     assert engine.reports.keys() == {"model", "drafter"}
 
 
-def test_it_drafts_as_at_the_start_until_what_it_learnt_is_better(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_drafter_drafts_until_the_learnt_one_is_better(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distilling, "LESSON_TOKENS", 32)  # less than a response
     engine, agreement = make(model), {True: 0.5, False: 0.4}
     first, student = weights_of(engine), engine.state.student
@@ -188,7 +188,7 @@ def test_it_drafts_as_at_the_start_until_what_it_learnt_is_better(model: Any, mo
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_what_drafts_is_the_average_of_the_last_steps(tied: bool) -> None:
+def test_the_drafting_weights_are_an_average_of_the_last_steps(tied: bool) -> None:
     model = random_model("llama-tied" if tied else "llama", seed=3, vocab_size=VOCAB)
     student = Student(model, max_context=96)
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -203,7 +203,7 @@ def test_what_drafts_is_the_average_of_the_last_steps(tied: bool) -> None:
     assert torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"]) is tied
 
 
-def test_what_is_no_number_is_given_up(model: Any) -> None:
+def test_a_lesson_with_nan_resets_the_student_to_its_first_weights(model: Any) -> None:
     student = Student(copy.deepcopy(model), max_context=96)
     first = {name: tensor.clone() for name, tensor in student.state_dict().items()}
     student.learn([a_lesson(8)])
@@ -235,7 +235,7 @@ def test_memory_is_bounded() -> None:
     assert sum(lesson.num_labels for lesson in ring.take(most_tokens=10_000)) == ring.num_tokens
 
 
-def test_what_was_never_learnt_comes_first_and_everything_comes_so_often() -> None:
+def test_the_ring_gives_new_lessons_first_and_each_a_few_times() -> None:
     ring = LessonRing(most_tokens=22, passes=3)
     first, second = a_lesson(5), a_lesson(6)
     ring.add(first)
@@ -251,7 +251,7 @@ def test_what_was_never_learnt_comes_first_and_everything_comes_so_often() -> No
     assert ring.take(most_tokens=20) == [], "so few are learnt by heart"
 
 
-def test_no_more_than_its_share_is_spent() -> None:
+def test_learning_spends_no_more_than_its_share_of_time() -> None:
     budget = LearningBudget(share=0.1)
     busy = idle = 0.0
     for _ in range(500):
@@ -266,7 +266,7 @@ def test_no_more_than_its_share_is_spent() -> None:
     assert idle == pytest.approx(25.0)
 
 
-def test_where_nothing_pays_a_short_step_is_only_noted(model: Any) -> None:
+def test_a_short_step_is_only_noted_when_learning_does_not_pay(model: Any) -> None:
     """The test counts the calls that learning makes in a step of a millisecond."""
     engine, counted, num_steps = make(model, learning="auto"), Counter[str](), 0
     learning = engine.learning
@@ -295,7 +295,7 @@ def test_where_nothing_pays_a_short_step_is_only_noted(model: Any) -> None:
     assert counted.total() < 6 * num_steps, counted
 
 
-def test_looking_at_steps_now_and_then_tells_what_each_tells(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+def test_looking_at_steps_now_and_then_gives_the_same_estimates(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
     rng = np.random.default_rng(1)
     told = []
     steps = [(rng.integers(1, 6, 4).astype(np.int32), bool(rng.random() < 0.8)) for _ in range(3000)]
@@ -314,14 +314,14 @@ def test_looking_at_steps_now_and_then_tells_what_each_tells(monkeypatch: pytest
         assert getattr(rarely, name) == pytest.approx(getattr(always, name), rel=0.01), name
 
 
-def test_what_noting_a_step_takes_is_paid_for(model: Any) -> None:
+def test_the_time_of_noting_steps_counts_against_the_budget(model: Any) -> None:
     learning = make(model, learning="auto").learning
     for _ in range(1000):
         learning.stepped(0.001, NO_TOKENS, None, has_finished=False)
     assert not learning.budget.may_record(70), "of ten milliseconds four went into noting a thousand steps"
 
 
-def test_a_lesson_that_is_put_away_is_paid_for(model: Any) -> None:
+def test_the_time_of_storing_lessons_counts_against_the_budget(model: Any) -> None:
     engine = recording_only(model)
     put_away: list[int] = []
     genuine = engine.learning.budget.recorded
@@ -335,7 +335,7 @@ def test_a_lesson_that_is_put_away_is_paid_for(model: Any) -> None:
     assert put_away.count(0) == len(PROMPTS)
 
 
-def test_labels_are_paid_for() -> None:
+def test_the_time_of_labels_counts_against_the_budget() -> None:
     budget = LearningBudget(share=None)
     assert not budget.may_record(1), "no time has passed"
     budget.stepped(seconds=10.0, drafted_seconds=0.0, num_tokens=NO_TOKENS)
@@ -348,7 +348,7 @@ def test_labels_are_paid_for() -> None:
 
 
 @pytest.mark.parametrize(("pays", "share"), [(True, 0.04), (False, 0.012)])
-def test_it_goes_on_while_it_pays(pays: bool, share: float) -> None:
+def test_learning_continues_while_it_pays(pays: bool, share: float) -> None:
     """If drafts are unused or no better, one part in a hundred is spent on trials."""
     budget, spent = LearningBudget(share=None), 0.0
     budget.agreed(0.5, 0.8 if pays else 0.5)
@@ -384,7 +384,7 @@ def a_lesson(num_labels: int) -> Lesson:
     return Lesson(tokens=tokens, label_ids=ids, label_log_probs=log_probs, temperature=1.0)
 
 
-def test_what_one_engine_learnt_another_goes_on_from(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+def test_another_engine_can_continue_from_learnt_weights(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
     monkeypatch.setattr(distilling, "next_look", lambda num_steps: num_steps + 10**6)  # better or not, it is used
     one, other = make(model), make(model)
     plain = generate(make(model, None, speculation="off", learning="off"), 5)
@@ -418,7 +418,7 @@ def test_what_another_drafter_learnt_is_refused_and_changes_nothing(model: Any) 
 
 @pytest.mark.parametrize("like_adamw", [False, True])
 @pytest.mark.parametrize("shape", [(24, 64), (64, 24), (32, 32)])
-def test_it_steps_as_torchs_does_but_for_bfloat16(shape: tuple[int, int], like_adamw: bool) -> None:
+def test_muon_steps_like_that_of_torch_up_to_bfloat16(shape: tuple[int, int], like_adamw: bool) -> None:
     torch.manual_seed(3)
     ours = torch.nn.Parameter(torch.randn(shape))
     theirs = torch.nn.Parameter(ours.detach().clone())
@@ -437,7 +437,7 @@ def test_it_steps_as_torchs_does_but_for_bfloat16(shape: tuple[int, int], like_a
         theirs.data.copy_(ours.data)
 
 
-def test_a_matrix_without_a_gradient_stays() -> None:
+def test_muon_leaves_a_matrix_without_a_gradient_unchanged() -> None:
     matrix = torch.nn.Parameter(torch.ones(3, 3))
     Muon([matrix], 0.1).step()
     assert torch.equal(matrix, torch.ones(3, 3))

@@ -66,7 +66,7 @@ def seconds_of(job: Job, budget: LearningBudget | None) -> float:
     return clock
 
 
-def test_the_rule_is_right_in_nine_jobs_of_ten() -> None:
+def test_the_learning_rule_is_right_in_nine_jobs_of_ten() -> None:
     """In no job does the rule cost more than one part in a hundred."""
     right = []
     for job in JOBS:
@@ -79,7 +79,7 @@ def test_the_rule_is_right_in_nine_jobs_of_ten() -> None:
     assert len(right) >= 9, right
 
 
-def test_in_steps_of_a_millisecond_what_every_step_costs_counts_too() -> None:
+def test_the_cost_of_learning_in_short_steps_stays_at_one_percent() -> None:
     """If learning does not pay, labels and bookkeeping cost at most one part in a hundred."""
     budget, clock, spent = LearningBudget(share=None), 0.0, 0.0
     for _ in range(100_000):

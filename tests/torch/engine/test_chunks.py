@@ -71,7 +71,7 @@ WAYS |= {kind: {"kind": kind, "speculation": TREE} for kind in ("mistral-window"
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_tokens_are_the_laws(taken: list[int], way: str) -> None:
+def test_prefill_by_flash_attention_gives_the_tokens_of_the_law(taken: list[int], way: str) -> None:
     engine = engine_on(**WAYS[way])
     assert engine.reports["model"].prefill == "varlen_attn"
     taken.clear()
@@ -80,7 +80,7 @@ def test_tokens_are_the_laws(taken: list[int], way: str) -> None:
     engine.check_integrity()
 
 
-def test_what_is_preempted_computes_its_prompt_and_answer_again(taken: list[int]) -> None:
+def test_a_preempted_sequence_recomputes_its_prompt_and_answer(taken: list[int]) -> None:
     engine = engine_on(speculation=TREE)
     for seed, prompt in enumerate(PROMPTS):
         engine.submit(Request(id=str(seed), prompt_token_ids=tuple(prompt), params=PARAMS, seed=seed))
@@ -112,7 +112,7 @@ def test_a_sequence_moves_on_in_the_midst_of_its_prompt(taken: list[int]) -> Non
         assert bool(taken) is (steps == 1)
 
 
-def test_a_turn_goes_on_behind_accepted_branches(taken: list[int]) -> None:
+def test_a_chunk_can_follow_accepted_tree_branches(taken: list[int]) -> None:
     """The turn's chunk reads slots in any order."""
     found = []
     for speculation in (TREE, "off"):
@@ -126,7 +126,7 @@ def test_a_turn_goes_on_behind_accepted_branches(taken: list[int]) -> None:
     same(*found)
 
 
-def test_graphs_are_for_what_has_no_chunks(taken: list[int]) -> None:
+def test_graphs_run_only_steps_without_chunks(taken: list[int]) -> None:
     engine = engine_on()
     there = engine.state.target.runner
     there._graphs = graphs.GraphedForward(there._run_layers, torch.device("second:0"), call_again)
@@ -136,23 +136,23 @@ def test_graphs_are_for_what_has_no_chunks(taken: list[int]) -> None:
     assert there._graphs._captured
 
 
-def test_what_it_does_not_know_stays_with_our_kernel(taken: list[int]) -> None:
-    assert engine_on(kind="gemma2").reports["model"].prefill == "own kernel: FlashAttention knows no soft caps"
+def test_unsupported_attention_is_left_to_our_kernel(taken: list[int]) -> None:
+    assert engine_on(kind="gemma2").reports["model"].prefill == "own kernel: FlashAttention does not support soft caps"
     device = torch.device("second")
-    assert flash.why_not(device, torch.bfloat16, 16, 16, has_sinks=True) == "FlashAttention knows no sinks"
-    assert flash.why_not(device, torch.bfloat16, 24, 16) == "FlashAttention knows no heads of 24 and 16"
-    assert flash.why_not(device, torch.float64, 16, 16) == "float64 is no type of FlashAttention"
+    assert flash.why_not(device, torch.bfloat16, 16, 16, has_sinks=True) == "FlashAttention does not support sinks"
+    assert flash.why_not(device, torch.bfloat16, 24, 16) == "FlashAttention does not support heads of size 24 and 16"
+    assert flash.why_not(device, torch.float64, 16, 16) == "FlashAttention does not support float64"
     taken.clear()
-    assert engine_on(exact="on").reports["model"].prefill == "own kernel: bits are to be a row's own"
+    assert engine_on(exact="on").reports["model"].prefill == "own kernel: a row's bits must not depend on other rows"
     assert engine_on("cpu").reports["model"].prefill == ""
     assert not taken
 
 
-def test_other_devices_have_none(second: Any) -> None:
+def test_devices_without_flash_attention_use_our_kernel(second: Any) -> None:
     assert engine_on().reports["model"].prefill == "own kernel: second has no FlashAttention"
 
 
-def test_one_that_computes_something_else_is_found_out(second: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_flash_attention_is_detected_and_not_used(second: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong, said in WRONG:
         have_flash(monkeypatch, wrong, least_rows=LEAST)
         engine = engine_on()
@@ -170,7 +170,9 @@ sequences = st.lists(
     decoding=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 4)), max_size=3), prompts=sequences,
     window=st.none() | st.integers(1, 20), kv_heads=st.sampled_from([1, 2, 4]), seed=st.integers(0, 9),
 )  # fmt: skip
-def test_it_is_tree_attention(decoding: Any, prompts: Any, window: int | None, kv_heads: int, seed: int) -> None:
+def test_flash_attention_of_chunks_equals_tree_attention(
+    decoding: Any, prompts: Any, window: int | None, kv_heads: int, seed: int
+) -> None:
     """The batch has trees, unordered slots and pasts of any length; the cache ends with the same bits."""
     draw = np.random.default_rng(seed)
     num = len(decoding) + len(prompts)
@@ -210,7 +212,7 @@ def test_it_is_tree_attention(decoding: Any, prompts: Any, window: int | None, k
     assert torch.equal(caches[0], caches[1])
 
 
-def test_a_tree_behind_a_chunk_and_too_many_keys_are_left_to_our_kernel() -> None:
+def test_chunks_with_a_tree_or_too_many_keys_are_left_to_our_kernel() -> None:
     context = np.arange(1, 10, dtype=np.int32)
     zeros, none = np.zeros(9, np.int32), np.full((9, 1), -1, np.int32)
     meta = AttentionMeta(context, zeros, context, none, np.zeros((1, 16), np.int32))
@@ -221,7 +223,7 @@ def test_a_tree_behind_a_chunk_and_too_many_keys_are_left_to_our_kernel() -> Non
     assert Chunks.of(meta, least_rows=8, most_keys=99) is None
 
 
-def test_it_takes_memory_for_one_sequence_at_most(taken: list[int]) -> None:
+def test_gathering_keys_takes_memory_for_one_sequence(taken: list[int]) -> None:
     there = engine_on().state.target.runner
     assert there.gathered_bytes == 256 * 2 * there.kv_shape[2] * there.kv_shape[3] * 4
     assert runner.LEAST_ROWS == LEAST

@@ -86,15 +86,16 @@ def test_a_model_that_does_not_fit_is_refused_with_the_sum(second: Any) -> None:
 
 
 def test_a_forward_that_does_not_fit_is_refused_with_the_sum(second: Any) -> None:
-    with second.limited(12 * MIB), pytest.raises(InvalidRequest, match=r"2 forwards .* GB, keys and values of one seq"):
+    said = r"2 forwards take .* GB, keys and values of one sequence take"
+    with second.limited(12 * MIB), pytest.raises(InvalidRequest, match=said):
         engine_on_second()
     with second.limited(5 * MIB), pytest.raises(InvalidRequest, match="out of memory"):
         engine_on_second()
 
 
-def test_the_size_that_was_asked_for_is_taken_or_refused(second: Any) -> None:
+def test_a_requested_cache_size_is_used_or_refused(second: Any) -> None:
     assert engine_on_second(kv_cache_tokens=1024).stats().num_blocks == 64
-    with second.limited(4 * MIB), pytest.raises(InvalidRequest, match="of keys and values"):
+    with second.limited(4 * MIB), pytest.raises(InvalidRequest, match="keys and values take"):
         engine_on_second(kv_cache_tokens=1 << 20)
 
 
@@ -113,7 +114,9 @@ class DeviceClock:
         return self.now
 
 
-def test_a_forward_is_timed_to_its_end_without_its_first_sight(second: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timing_a_forward_skips_its_first_call_and_waits_for_the_device(
+    second: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = engine_on_second(max_sequences=4, max_context=64)
     clock = DeviceClock(second)
     monkeypatch.setattr(torch.get_device_module("second"), "synchronize", clock.synchronize)
@@ -123,7 +126,7 @@ def test_a_forward_is_timed_to_its_end_without_its_first_sight(second: Any, monk
         assert profile._time_forward(target, 4, 16, engine.state.target.table.slots.shape, draft=draft) == 1.0
 
 
-def test_what_is_timed_is_what_steps_replay(second: Any) -> None:
+def test_the_profile_times_the_same_graphs_that_steps_replay(second: Any) -> None:
     """Graphs depend on the slot table's shape, so the profile uses the engine's."""
     engine = engine_on_second(max_sequences=4, max_context=64)
     target = engine.state.target.runner
@@ -135,7 +138,7 @@ def test_what_is_timed_is_what_steps_replay(second: Any) -> None:
     assert set(target._graphs._captured) == shapes
 
 
-def test_a_capture_is_its_own_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_capture_tolerates_calls_of_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Capture mode "global" would break on calls of other threads, such as a trainer's."""
     given: list[dict[str, Any]] = []
     stream = type("Stream", (), {"wait_stream": lambda self, other: None})
@@ -150,7 +153,9 @@ def test_a_capture_is_its_own_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("speculation", "exact"), [("off", "off"), (TREE, "off"), (TREE, "on")])
-def test_steps_capture_nothing(second: Any, monkeypatch: pytest.MonkeyPatch, speculation: Any, exact: str) -> None:
+def test_all_graphs_are_captured_before_the_first_step(
+    second: Any, monkeypatch: pytest.MonkeyPatch, speculation: Any, exact: str
+) -> None:
     """All graphs are captured at construction, the largest first, as a capture takes as long as many steps."""
     captured: list[int] = []
 
@@ -211,7 +216,7 @@ def submitted(engine: Engine) -> Engine:
 
 @pytest.mark.parametrize("speculation", ["off", DraftPlan(drafter="suffix", depth=4, width=2, branch=2)])
 @pytest.mark.parametrize("exact", ["off", "on", "off, with graphs"])
-def test_a_step_is_one_copy_up_and_one_down(played: Any, speculation: Any, exact: str) -> None:
+def test_a_step_copies_once_to_the_device_and_once_back(played: Any, speculation: Any, exact: str) -> None:
     engine = engine_of(speculation=speculation, exact=exact.partition(",")[0])
     if "graphs" in exact:
         there = engine.state.target.runner
@@ -226,7 +231,7 @@ def test_a_step_is_one_copy_up_and_one_down(played: Any, speculation: Any, exact
     assert (num_drafted > 0) is (speculation != "off")
 
 
-def test_chunks_by_flash_attention_are_no_copy_and_no_wait_more(played: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_chunks_add_no_copy_and_no_wait(played: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     have_flash(monkeypatch, played_there(played), least_rows=8)
     engine = submitted(engine_of(speculation="off", prefill_chunk=24))
     params = SamplingParams(max_tokens=4)
@@ -245,7 +250,7 @@ def test_chunks_by_flash_attention_are_no_copy_and_no_wait_more(played: Any, mon
     assert engine.reports["model"].prefill == "varlen_attn"
 
 
-def test_a_level_of_a_drafting_model_is_one_more_of_each(played: Any) -> None:
+def test_each_level_of_a_drafting_model_adds_one_copy_each_way(played: Any) -> None:
     plan = DraftPlan(drafter="model", depth=3, width=2, branch=2)
     engine = submitted(engine_of(speculation=plan, drafts=True))
     for _ in range(4):
@@ -255,7 +260,7 @@ def test_a_level_of_a_drafting_model_is_one_more_of_each(played: Any) -> None:
         assert seen.d2h == seen.h2d
 
 
-def test_a_drafting_model_reads_there_what_it_keeps_here(played: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_slot_table_on_the_device_equals_the_one_on_the_host(played: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device keeps accepted tree entries by swapping. A stale table costs draft quality, no token."""
     num_looks, stage = 0, KVSpace.stage
 
@@ -273,7 +278,7 @@ def test_a_drafting_model_reads_there_what_it_keeps_here(played: Any, monkeypatc
     assert any(step.num_committed > step.num_decoding for step in steps), "drafts came true"
 
 
-def test_a_table_changes_there_as_it_changes_here() -> None:
+def test_changes_of_a_slot_table_reproduce_it_on_the_device() -> None:
     draw = np.random.default_rng(0)
     table, there = SlotTable(4, 64, 4), np.full(4 * 64, -1, np.int32)
     first, _ = table.take_changed()
@@ -297,7 +302,7 @@ def test_a_table_changes_there_as_it_changes_here() -> None:
                 assert np.array_equal(there[owned], table.slots.reshape(-1)[owned])
 
 
-def test_what_is_staged_arrives(second: Any) -> None:
+def test_staged_arrays_arrive_unchanged(second: Any) -> None:
     staging = Staging(torch.device("second:1"))
     draw = np.random.default_rng(0)
     for size in (5, 1, 400, 0):

@@ -28,7 +28,7 @@ def engine() -> Engine:
     return make()
 
 
-def test_verifications_and_accepted_nodes_are_the_tokens(engine: Engine) -> None:
+def test_verifications_and_accepted_drafts_add_up_to_the_tokens(engine: Engine) -> None:
     [free] = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=30), seeds=[7])
     assert free.stats.num_verifications + free.stats.num_accepted == 30
     assert free.stats.tokens_per_verification == 30 / free.stats.num_verifications
@@ -52,7 +52,7 @@ def test_stop_strings_end_at_the_first_token_that_completes_one() -> None:
         assert stop not in engine.state.tokenizer.decode(list(free.token_ids[: kept - 1]))
 
 
-def test_generate_leaves_the_completions_of_others_for_their_owner(engine: Engine) -> None:
+def test_generate_keeps_completions_of_other_requests_for_their_caller(engine: Engine) -> None:
     engine.submit(request("mine", max_tokens=9))
     streams = GainStreams()
     streams.take(engine.step())
@@ -64,7 +64,7 @@ def test_generate_leaves_the_completions_of_others_for_their_owner(engine: Engin
     streams.check(mine)
 
 
-def test_a_mode_keeps_what_it_learnt_until_the_weights_change(engine: Engine) -> None:
+def test_a_speculation_mode_keeps_its_selector_until_the_weights_change(engine: Engine) -> None:
     engine.set_speculation("adaptive")
     adaptive = engine.speculation.selector
     engine.set_speculation("off")
@@ -108,13 +108,13 @@ def test_any_number_of_strategies_is_counted(engine: Engine) -> None:
     assert len(drain(engine)["x"].stats.strategies) >= 19
 
 
-def test_text_in_text_out(engine: Engine) -> None:
+def test_a_text_prompt_gives_a_text_completion(engine: Engine) -> None:
     [done] = engine.generate(["2 + 2 ="], SamplingParams(max_tokens=5), seeds=[1])
     assert done.prompt_token_ids == tuple(engine.state.tokenizer.encode("2 + 2 ="))
     assert done.text == engine.state.tokenizer.decode(list(done.token_ids), skip_special_tokens=True)
 
 
-def test_new_weights_end_what_is_pinned_to_others(engine: Engine) -> None:
+def test_new_weights_end_requests_pinned_to_other_weights(engine: Engine) -> None:
     engine.submit(replace(request("pinned", (1,), max_tokens=40), weights_version=0))
     engine.submit(request("free", (1,), max_tokens=40))
     engine.step()
@@ -211,7 +211,7 @@ def test_from_pretrained_with_tokenizer_and_drafter(tmp_path: Any) -> None:
     assert (done.token_ids, done.text) == (same.token_ids, same.text)
 
 
-def test_room_is_what_rows_and_blocks_allow() -> None:
+def test_room_is_limited_by_rows_and_by_blocks() -> None:
     """Nothing is admitted without room, and as many sequences as stated with it."""
     wide = make(speculation="off", max_sequences=4)
     assert wide.stats().room == 4

@@ -20,7 +20,7 @@ from rlhfspec.tiny import perturbed, random_model
 from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
 
 
-def test_what_can_never_run_there_is_refused_before_anything_is_sent() -> None:
+def test_a_sequence_that_can_never_run_there_is_refused_before_the_move() -> None:
     here = make(tokenizer=hugging_face_tokenizer())
     here.submit(request("stops", stop=("zzz",)))
     here.submit(request("long", max_tokens=80))
@@ -243,7 +243,7 @@ def test_a_hostile_sequence_is_refused_before_it_is_owned(is_reserved: bool) -> 
     assert len(MANIFESTS) + len(RANGES) + len(STATES) >= 80
 
 
-def test_weights_that_went_down_on_the_way_are_refused() -> None:
+def test_a_state_with_decreasing_weights_versions_is_refused() -> None:
     here, there = make(), make()
     here.submit(request("x"))
     for _ in range(4):
@@ -359,7 +359,7 @@ def test_a_header_that_lies_is_refused_by_name_or_harmless(data: st.DataObject) 
     assert there.stats().num_free_blocks == there.stats().num_blocks
 
 
-def test_a_reservation_is_for_one_request_and_never_longer_than_what_comes() -> None:
+def test_a_reservation_is_for_one_request_and_its_announced_length() -> None:
     here, there = make(), make()
     here.submit(request("x", max_tokens=60))
     here.submit(request("y", PROMPT[::-1], max_tokens=60))

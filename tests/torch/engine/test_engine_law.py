@@ -91,7 +91,7 @@ def run(engine: Engine, requests: list[Request], rng: np.random.Generator | None
 
 @examples(10, whole=100)
 @given(st.integers(0, 1 << 30), st.sampled_from(MODES), st.sampled_from([1.0, 0.7, 0.0]), st.booleans())
-def test_tokens_and_log_probs_are_the_same_bits_whatever_happens(
+def test_tokens_and_log_probs_have_the_same_bits_under_any_schedule(
     pair: tuple[Engine, Engine], seed: int, mode: str | DraftPlan, temperature: float, sharing: bool
 ) -> None:
     plain, driven = pair
@@ -107,7 +107,7 @@ def test_tokens_and_log_probs_are_the_same_bits_whatever_happens(
     assert driven.stats().num_free_blocks == driven.stats().num_blocks
 
 
-def test_drafts_are_really_accepted(pair: tuple[Engine, Engine]) -> None:
+def test_drafts_are_accepted_in_these_tests(pair: tuple[Engine, Engine]) -> None:
     _, driven = pair
     for mode in (TREE, CHAIN):  # the adaptive ones may rightly find that a tiny model is fastest alone
         driven.set_speculation(mode)
@@ -116,7 +116,7 @@ def test_drafts_are_really_accepted(pair: tuple[Engine, Engine]) -> None:
         assert sum(each.stats.num_drafted for each in done) >= sum(each.stats.num_accepted for each in done)
 
 
-def test_preemption_and_shared_prefixes_really_happen(model: Any) -> None:
+def test_preemption_and_shared_prefixes_occur_in_these_tests(model: Any) -> None:
     engine = engine_for(model, speculation=TREE, kv_cache_tokens=256)
     prompt = list(range(40))
     done = engine.generate([prompt] * 8, SamplingParams(max_tokens=40, ignore_eos=True), seeds=list(range(8)))

@@ -277,7 +277,7 @@ class Memory(RuleBasedStateMachine):
 
 @pytest.mark.on_the_cpu(BY_COMPANY)
 @pytest.mark.timeout(1800)
-def test_whatever_callers_do_tokens_kv_and_blocks_are_right() -> None:
+def test_random_calls_leave_tokens_kv_and_blocks_right() -> None:
     Memory.seen.clear()
     run_state_machine_as_test(Memory, settings=examples(50, whole=250))
     print(dict(Memory.seen))

@@ -50,7 +50,7 @@ def test_log_probs_are_hugging_faces_and_speculation_changes_no_bit(kind: str) -
 
 
 @pytest.mark.proves_anew
-def test_an_attention_that_bypasses_the_interface_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_attention_is_detected_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bias inside one layer passes the configuration checks; the self check finds it."""
     model = random_model("llama", seed=2, vocab_size=VOCAB)
     genuine = runner.tree_attention
@@ -85,7 +85,7 @@ def preempt(engine: Engine, step: int) -> None:
 @example(window=24, lengths=(50, 399), seed=2)
 @example(window=200, lengths=(199, 201), seed=3)
 @examples(1, whole=12)
-def test_every_window_is_the_oracles(window: int, lengths: tuple[int, int], seed: int) -> None:
+def test_sliding_windows_give_the_tokens_of_the_oracle(window: int, lengths: tuple[int, int], seed: int) -> None:
     make = partial(tiny_model, tiny_config("mistral", sliding_window=window, num_hidden_layers=2))
     wanted = requests(lengths, seed)
     usual = EngineConfig(max_context=MAX_CONTEXT, max_sequences=2, kv_cache_tokens=1600, profile=False, num_threads=1)

@@ -72,7 +72,7 @@ def test_no_step_raises_whatever_was_sent(engine: Engine, data: st.DataObject) -
      {"temperature": 3.4e38}],
     ids=str,
 )  # fmt: skip
-def test_what_the_law_allows_is_the_oracles(engine: Engine, params: dict[str, Any]) -> None:
+def test_any_allowed_sampling_parameters_give_the_tokens_of_the_oracle(engine: Engine, params: dict[str, Any]) -> None:
     """Numbers are read as float32, one token always stays, and all tokens may stay."""
     chosen = SamplingParams(max_tokens=6, ignore_eos=True, **params)
     engine.submit(Request(id="a", prompt_token_ids=(1, 2, 3), params=chosen, seed=7))

@@ -38,16 +38,16 @@ def test_tokens_and_log_probs_are_those_of_the_cpu(second: Any, device: str) -> 
         assert found == answers(engine_on("cpu"))
 
 
-def test_what_is_given_no_device_has_that_of_all_suites() -> None:
+def test_the_default_device_is_that_of_the_test_suite() -> None:
     assert EngineConfig().device == DEVICE
 
 
-def test_what_torch_does_not_know_is_no_device() -> None:
+def test_an_unknown_device_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="device"):
         EngineConfig(device="gpu")
 
 
-def test_another_cpu_is_no_reason_to_refuse_moves_between_devices(second: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moves_between_devices_do_not_depend_on_the_cpu(second: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     here = engine_on("second:0", arithmetic="auto").state.target.runner
     assert here.config.arithmetic == "torch"
     monkeypatch.setattr(linear, "available_arithmetics", lambda dtype: ("amx", "fma", "torch"))
@@ -55,7 +55,7 @@ def test_another_cpu_is_no_reason_to_refuse_moves_between_devices(second: Any, m
 
 
 @pytest.mark.parametrize("context", [64, 1000, 4000])
-def test_in_bfloat16_long_contexts_are_taken(second: Any, context: int) -> None:
+def test_long_contexts_run_in_bfloat16(second: Any, context: int) -> None:
     """Rounded RoPE angles would shift logits by .15 of the largest at position 1,000."""
     model = random_model("llama", seed=0)
     model.config.max_position_embeddings = 4096  # angles do not depend on it
@@ -95,7 +95,7 @@ def test_a_fingerprint_is_computed_where_the_weights_are(second: Any) -> None:
 @pytest.mark.parametrize("size", [1, 2, 7, 64, 3 * 5000 + 1])
 def test_a_checksum_sees_every_change(monkeypatch: pytest.MonkeyPatch, size: int, dtype: torch.dtype) -> None:
     """The changes are one bit, two swapped words, and words beyond one summed part."""
-    monkeypatch.setattr(checksums, "_WORDS", 4096)
+    monkeypatch.setattr(checksums, "_WORDS_AT_A_TIME", 4096)
     tensor = torch.randint(1, 100, (size,), generator=torch.Generator().manual_seed(size)).to(dtype)
     seen = {checksums.checksums_on_device([tensor])[0]}
     places = sorted({0, size // 3, size - 1})

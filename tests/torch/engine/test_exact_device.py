@@ -34,7 +34,7 @@ def generated(engine: Engine, *, together: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("llama", "float32"), ("gemma2", "bfloat16")])
-def test_bits_are_a_rows_own(second: Any, kind: str, dtype: str) -> None:
+def test_an_exact_engine_gives_a_row_its_own_bits(second: Any, kind: str, dtype: str) -> None:
     plain = engine_on("second:0", kind, exact="on", dtype=dtype)
     drafting = engine_on("second:0", kind, exact="on", dtype=dtype, speculation="suffix", prefill_chunk=100)
     assert plain.reports["model"].bits == OWN_BITS
@@ -42,13 +42,13 @@ def test_bits_are_a_rows_own(second: Any, kind: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("exact", ["off", "auto"])
-def test_fast_ones_are_not_and_the_report_says_so(second: Any, exact: str) -> None:
+def test_a_fast_engine_reports_that_bits_depend_on_other_rows(second: Any, exact: str) -> None:
     plain = engine_on("second:0", exact=exact)
     assert plain.reports["model"].bits == BITS_BY_COMPANY
     assert generated(plain, together=False) != generated(plain, together=True)
 
 
-def test_what_is_not_so_is_refused_at_load(second: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_that_depend_on_other_rows_are_refused_at_load(second: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers may depend on the number of rows; only a fixed shape gives fixed bits."""
     genuine = ModelRunner._run_layers
 
@@ -62,7 +62,7 @@ def test_what_is_not_so_is_refused_at_load(second: Any, monkeypatch: pytest.Monk
         engine_on("second:0", exact="on")
 
 
-def test_graphs_are_of_one_shape(second: Any) -> None:
+def test_graphs_of_an_exact_engine_have_one_shape(second: Any) -> None:
     engine = engine_on("second:0", exact="on", speculation="suffix")
     runner = engine.state.target.runner
     runner._graphs = graphs.GraphedForward(runner._run_layers, torch.device("second:0"), call_again)
@@ -82,7 +82,7 @@ def test_sequences_move_between_exact_engines_alone(second: Any) -> None:
     there.import_sequence(state)
 
 
-def test_a_cpu_is_exact_whatever_is_asked_for() -> None:
+def test_a_cpu_engine_is_exact_for_every_setting() -> None:
     reports = [engine_on("cpu", exact=exact).reports["model"] for exact in ("auto", "on", "off")]
     assert {report.bits for report in reports} == {OWN_BITS}
     with pytest.raises(InvalidRequest, match="exact"):
@@ -97,7 +97,7 @@ def test_flips_are_counted_against_the_oracle(second: Any) -> None:
     assert (exact.num_tokens, exact.num_flips, exact.num_parted) == (48, 0, 0)
 
 
-def test_a_flip_is_seen(second: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_count_flips_detects_another_model(second: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made = iter([random_model("llama", seed=1), random_model("llama", seed=1), random_model("llama", seed=0)])
     found = count_flips(lambda: next(made), "second:0", dtype="bfloat16", exact="off", max_context=160, max_tokens=12)
     assert found.num_flips > 24

@@ -47,7 +47,7 @@ def talk(engine: Engine, turns: range, *, names: tuple[str, ...] = ("chat",)) ->
 
 
 @pytest.mark.parametrize("speculation", ["off", TREE, SUFFIX, "adaptive"])
-def test_only_what_is_new_runs(speculation: str | DraftPlan) -> None:
+def test_extending_a_sequence_runs_only_the_new_tokens(speculation: str | DraftPlan) -> None:
     """Also the last token of the previous turn runs, which was chosen but not run."""
     engine = make(speculation=speculation)
     engine.submit(staying())
@@ -61,7 +61,7 @@ def test_only_what_is_new_runs(speculation: str | DraftPlan) -> None:
     assert (engine.stats().num_staying, engine.stats().num_free_blocks) == (0, engine.stats().num_blocks)
 
 
-def test_a_sequence_that_stays_has_no_row_and_gives_way_when_memory_is_needed() -> None:
+def test_a_staying_sequence_gives_up_its_memory_when_it_is_needed() -> None:
     engine = make(max_sequences=2, kv_cache_tokens=16 * 16)
     names = tuple(f"chat{index}" for index in range(4))
     for index, name in enumerate(names):
@@ -81,7 +81,7 @@ def test_a_sequence_that_stays_has_no_row_and_gives_way_when_memory_is_needed() 
     assert bits(done) == fresh(done, seed=1)
 
 
-def test_nobody_gives_way_in_vain() -> None:
+def test_no_staying_sequence_is_evicted_if_that_frees_too_little() -> None:
     engine = make(speculation="off", kv_cache_tokens=16 * 12)
     engine.submit(staying())
     drain(engine)
@@ -94,7 +94,7 @@ def test_nobody_gives_way_in_vain() -> None:
     assert set(drain(engine)) == {"runs", "waits"}
 
 
-def test_room_counts_what_would_give_way() -> None:
+def test_room_counts_the_blocks_of_staying_sequences_as_free() -> None:
     engine = make(speculation="off", kv_cache_tokens=16 * 16)
     before = engine.stats()
     engine.submit(staying())
@@ -104,7 +104,7 @@ def test_room_counts_what_would_give_way() -> None:
     assert (after.room, after.num_free_tokens) == (before.room, before.num_free_tokens)
 
 
-def test_a_turn_has_its_own_parameters_or_those_before() -> None:
+def test_an_extension_uses_its_own_or_the_previous_parameters() -> None:
     engine = make(speculation="off")
     engine.submit(staying())
     drain(engine)
@@ -119,7 +119,7 @@ def test_a_turn_has_its_own_parameters_or_those_before() -> None:
     assert bits(done) == fresh(done, seed=4, params=colder)
 
 
-def test_one_that_is_extended_may_lose_its_memory_and_move() -> None:
+def test_an_extended_sequence_can_be_preempted_and_moved() -> None:
     """Its blocks are then not those of one prompt, so they are not shared until recomputed."""
     here, there = make(), make()
     for name in ("preempted", "moved", "in rounds", "waiting"):
@@ -148,7 +148,7 @@ def test_one_that_is_extended_may_lose_its_memory_and_move() -> None:
     assert bits(done) == fresh(done, seed=6), "it stays where it finished"
 
 
-def test_new_weights_take_its_memory_and_a_pinned_one_cannot_go_on() -> None:
+def test_new_weights_free_staying_memory_and_end_pinned_sequences() -> None:
     engine, newer = make(), perturbed(model(), 0.3)
     engine.submit(staying())
     engine.submit(staying("pinned", weights_version=0))
@@ -164,15 +164,15 @@ def test_new_weights_take_its_memory_and_a_pinned_one_cannot_go_on() -> None:
     assert engine.cancel("pinned")
 
 
-def test_what_cannot_be_extended_is_refused_and_what_stays_is_left_as_it_is() -> None:
+def test_an_impossible_extension_is_refused_and_changes_nothing() -> None:
     engine = make()
     engine.submit(staying())
     engine.submit(request("other"))
-    with pytest.raises(InvalidRequest, match=r"^request_id: does not stay here"):
+    with pytest.raises(InvalidRequest, match=r"^request_id: is not kept here"):
         engine.extend("chat", said(1), seed=3)
     drain(engine)
     for name in ("other", "nobody"):
-        with pytest.raises(InvalidRequest, match=r"^request_id: does not stay here"):
+        with pytest.raises(InvalidRequest, match=r"^request_id: is not kept here"):
             engine.extend(name, said(1), seed=3)
     with pytest.raises(InvalidRequest, match=r"^id: is already in the engine"):
         engine.submit(staying())
@@ -186,7 +186,7 @@ def test_what_cannot_be_extended_is_refused_and_what_stays_is_left_as_it_is() ->
     assert talk(engine, range(1, 2)) <= len(said(1)) + 1
 
 
-def test_what_was_accepted_behind_a_stop_token_is_no_part_of_what_stays() -> None:
+def test_tokens_accepted_after_a_stop_token_are_dropped_from_the_context() -> None:
     engine = make(speculation=DraftPlan(drafter="model", depth=6), draft=model())  # it is always right
     engine.submit(request("free", max_tokens=20))
     free = drain(engine)["free"].token_ids

@@ -32,7 +32,7 @@ def numbers_of(engine: Engine) -> list[torch.Tensor]:
 @pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", MODEL_KINDS)
-def test_every_model_drafts_for_itself(kind: str, dtype: str) -> None:
+def test_a_model_that_drafts_for_itself_keeps_the_bits_of_plain_decoding(kind: str, dtype: str) -> None:
     plain = make(model=model(kind), draft=None, dtype=dtype, speculation="off")
     engine = make(model=model(kind), draft="self", dtype=dtype)
     for number, plan in enumerate((CHAIN, TREE, "adaptive")):
@@ -46,7 +46,7 @@ def test_every_model_drafts_for_itself(kind: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_it_follows_the_policy(dtype: str) -> None:
+def test_the_self_drafter_follows_new_weights_of_the_policy(dtype: str) -> None:
     engine, plain = make(draft="self", dtype=dtype, speculation=CHAIN), make(draft=None, dtype=dtype, speculation="off")
     first = [numbers.clone() for numbers in numbers_of(engine)]
     new = perturbed(model(), 0.5, seed=3)
@@ -77,23 +77,25 @@ def test_the_cache_holds_what_the_policy_writes() -> None:
     assert compared > 10
 
 
-def test_there_is_nothing_to_move_but_the_policys_kv() -> None:
+def test_a_self_drafter_adds_no_kv_to_a_move() -> None:
     engines = [make(draft="self"), make(draft=None, speculation="off")]
     assert len(engines[0].state.spaces) == 1
     assert engines[0].state.target.runner.fingerprint() == engines[1].state.target.runner.fingerprint()
 
 
 @pytest.mark.parametrize("options", [{"dtype": "float64"}, {"dtype": "float32", "arithmetic": "torch"}])
-def test_it_is_refused_by_name_where_it_cannot_be_made(options: dict[str, Any]) -> None:
+def test_a_self_drafter_is_refused_without_cpu_kernels(options: dict[str, Any]) -> None:
     config = EngineConfig(max_sequences=2, max_context=64, profile=False, num_threads=1, **options)
-    with pytest.raises(InvalidRequest, match=r"drafter: .*kernels of a CPU.*self"):
+    with pytest.raises(InvalidRequest, match=r"drafter: .*CPU kernels.*self"):
         make_engine(copy.deepcopy(model()), config, draft="self")
     engine = make_engine(copy.deepcopy(model()), config, draft="auto")
     assert engine.state.draft is None, "auto goes without"
 
 
 @pytest.mark.parametrize(("level", "pays"), [(0.3, True), (0.8, True), (1.0, False)])
-def test_auto_goes_without_where_it_would_not_pay(monkeypatch: pytest.MonkeyPatch, level: float, pays: bool) -> None:
+def test_an_auto_drafter_is_dropped_where_it_would_not_pay(
+    monkeypatch: pytest.MonkeyPatch, level: float, pays: bool
+) -> None:
     tables = {TARGET: [1.0, 1.5], draft_kind("model"): [level, level], draft_kind("model", first=True): [level, level]}
     costs = CostModel({kind: CostTable([1, 64], seconds) for kind, seconds in tables.items()})
     monkeypatch.setattr(Speculator, "_profile", lambda self: costs)
@@ -104,7 +106,7 @@ def test_auto_goes_without_where_it_would_not_pay(monkeypatch: pytest.MonkeyPatc
     assert bits(drain(engine)["x"]) == bits(drain(plain)["x"])
 
 
-def test_all_but_the_matrices_is_held_once() -> None:
+def test_the_self_drafter_shares_all_weights_but_the_matrices() -> None:
     engine = make(draft="self")
     few_bits = engine.state.few_bits
     assert few_bits is not None

@@ -103,7 +103,7 @@ def outcome(case: Case, *, keeps: bool, tails: bool) -> tuple[int, dict[str, obj
 
 @pytest.mark.on_the_cpu(BY_COMPANY)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_what_is_kept_is_not_run_again(case: Case) -> None:
+def test_kept_prompts_are_not_run_again(case: Case) -> None:
     forgotten, without_tails, kept = CASES[case]
     expected = outcome(case, keeps=False, tails=False)
     ours = [outcome(case, keeps=True, tails=False), outcome(case, keeps=True, tails=True)]
@@ -129,7 +129,7 @@ def test_a_prompt_that_comes_again_is_found_and_only_its_last_token_runs(specula
     assert bits(drain(engine)["again"]) == alone(8)
 
 
-def test_the_draft_finds_its_part_too_and_goes_without_where_there_is_none() -> None:
+def test_the_draft_model_reuses_its_own_kept_blocks() -> None:
     engine = make(speculation=TREE)
     target, draft = engine.state.spaces
     for name, cached in (("first", 0), ("again", len(PROMPT) - 1)):
@@ -168,7 +168,7 @@ def test_the_prompt_used_longest_ago_gives_way_its_end_first() -> None:
     assert found == [(2, True), (1, False), (2, True)]
 
 
-def test_what_a_newcomer_shares_is_no_longer_free_for_it() -> None:
+def test_kept_blocks_shared_by_a_new_sequence_do_not_count_as_free() -> None:
     """Admission counts reclaimed blocks as taken; otherwise it would overcommit."""
     engine = make(speculation="off", kv_cache_tokens=16 * 7, max_sequences=4)
     long = tokens(seed=1, count=70)  # 5 blocks
@@ -184,7 +184,7 @@ def test_what_a_newcomer_shares_is_no_longer_free_for_it() -> None:
     assert bits(drain(engine)["again"]) == alone(max_tokens=20, prompt=long)
 
 
-def test_a_measurement_forgets_what_is_kept_and_nothing_that_is_in_use() -> None:
+def test_forget_kept_frees_only_blocks_not_in_use() -> None:
     engine = make()
     engine.submit(request("first"))
     drain(engine)
@@ -212,7 +212,7 @@ def test_measuring_costs_writes_over_what_is_kept() -> None:
     assert bits(drain(engine)["again"]) == alone()
 
 
-def test_what_moved_here_is_kept_too() -> None:
+def test_blocks_of_a_moved_sequence_are_kept_too() -> None:
     here, there = make(), make()
     for way in (at_once, in_rounds):
         here.submit(request("x"))
@@ -241,7 +241,7 @@ def test_siblings_that_come_together_run_their_prompt_once_and_copy_its_tail() -
         engine.scheduler.drop_kv()
 
 
-def test_a_tail_whose_block_is_given_out_meanwhile_is_copied_all_the_same() -> None:
+def test_a_prompt_tail_is_copied_though_its_block_is_reassigned() -> None:
     """The newcomer copies the block first, and the next one does not read it before it is written."""
     engine = make(speculation="off", kv_cache_tokens=16 * 8, max_sequences=3)
     prompt = tokens(seed=3, count=48)  # two whole blocks, and 15 tokens behind them

@@ -64,7 +64,7 @@ def test_every_cached_position_holds_what_a_fresh_forward_writes(dtype: str) -> 
     assert compared > 80 * NUM_STEPS
 
 
-def test_the_draft_is_never_more_than_the_last_step_behind() -> None:
+def test_the_draft_cache_lags_at_most_one_step_behind() -> None:
     """Only the last verification's tokens are missing: the chosen one, and at full acceptance the unexpanded leaf."""
     model = random_model("llama", seed=6, vocab_size=VOCAB)
     engine = make(model, perturbed(model, 0.02), speculation=DraftPlan(drafter="model", depth=4))

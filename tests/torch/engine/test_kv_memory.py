@@ -51,7 +51,7 @@ def new_weights(engine: Engine) -> None:
 
 
 @_on_the_cpu
-def test_resident_is_what_is_used_and_what_a_step_did_not_use_goes_back(engine: Engine) -> None:
+def test_unused_kv_memory_is_given_back_to_the_system(engine: Engine) -> None:
     engine.set_speculation("off")
     pool = engine.state.target.runner.kv.nbytes
     assert pool > 270 * MEGABYTE
@@ -81,7 +81,7 @@ def test_what_was_given_back_is_used_again_with_the_same_bits(engine: Engine) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("num_blocks", [0, 1, 300])
-def test_it_is_a_tensor_like_any_other(dtype: torch.dtype, num_blocks: int) -> None:
+def test_the_kv_cache_is_an_ordinary_tensor(dtype: torch.dtype, num_blocks: int) -> None:
     kv = new_kv(
         num_blocks=num_blocks, num_layers=3, block_size=4, num_kv_heads=2, head_dim=5, dtype=dtype,
         device=torch.device("cpu"),

@@ -25,7 +25,7 @@ def test_forced_to_move_at_random_the_bits_are_those_of_the_unmoved(seed: int) -
     play(seed)
 
 
-def test_forced_moves_meet_everything_that_can_happen_to_them() -> None:
+def test_forced_moves_cover_every_outcome() -> None:
     missing = {
         "moved", "moved twice or more", "tokens", "tokens to newer weights", "taken back", "given up", "drafted",
         "preempted", "new weights", "shares a prompt there", "finished in mid-copy", "stopped at a string",
@@ -90,7 +90,7 @@ def test_siblings_that_arrive_together_bring_their_prompt_once() -> None:
 
 
 @pytest.mark.parametrize("way", ["cancelled", "settled first", "memory taken", "preempted there"])
-def test_a_promised_prompt_that_does_not_come_is_computed(way: str) -> None:
+def test_a_promised_prompt_that_does_not_arrive_is_recomputed(way: str) -> None:
     here, there = make(), make()
     siblings(here, 3)
     first, second, third = (there.reserve(here.manifest(name)) for name in "012")
@@ -128,7 +128,7 @@ def test_a_promised_prompt_that_does_not_come_is_computed(way: str) -> None:
     assert there.stats().num_free_blocks == there.stats().num_blocks or there.cancel("0")
 
 
-def test_what_was_learnt_of_a_sequence_goes_with_it() -> None:
+def test_the_learnt_acceptance_of_a_sequence_moves_with_it() -> None:
     here, there = make(), make()
     here.submit(request("x", max_tokens=60))
     while here.state.rows.lengths.max() < 60:
@@ -141,7 +141,7 @@ def test_what_was_learnt_of_a_sequence_goes_with_it() -> None:
     assert [int(space.cached.max()) >= length for space in there.state.spaces] == [True, True], "the draft's KV too"
 
 
-def test_it_is_as_old_as_it_was() -> None:
+def test_a_moved_sequence_keeps_its_age() -> None:
     """The sequence is neither the youngest running one nor last in the queue."""
     old, young = make(), make(max_sequences=2)
     old.submit(request("old", seed=1))
@@ -164,7 +164,7 @@ def test_it_is_as_old_as_it_was() -> None:
     drain(young)
 
 
-def test_new_weights_at_either_end_leave_somebody_who_goes_on() -> None:
+def test_new_weights_during_a_move_leave_one_engine_that_goes_on() -> None:
     weights = perturbed(model(), 0.3).state_dict()
     here, there = make(), make()
     here.submit(request("x"))
@@ -185,7 +185,7 @@ def test_new_weights_at_either_end_leave_somebody_who_goes_on() -> None:
         make().import_sequence(replace(state, manifest=replace(state.manifest, weights_version=3)))
 
 
-def test_a_preemption_voids_what_was_sent_and_the_sequence_goes_on() -> None:
+def test_a_preemption_invalidates_sent_ranges_and_the_sequence_goes_on() -> None:
     here, there = make(), make()
     here.submit(request("x"))
     here.step()
@@ -206,7 +206,7 @@ def test_a_preemption_voids_what_was_sent_and_the_sequence_goes_on() -> None:
 
 
 @pytest.mark.parametrize("how", ["finished", "cancelled", "another of its name", "new weights"])
-def test_what_ends_in_mid_copy_is_refused_by_name_and_its_lease_ends(how: str) -> None:
+def test_a_sequence_that_ends_in_mid_copy_is_refused_and_frees_its_lease(how: str) -> None:
     here, there = make(), make()
     here.submit(request("x", max_tokens=5 if how == "finished" else 30))
     here.step()
@@ -236,7 +236,7 @@ def test_what_ends_in_mid_copy_is_refused_by_name_and_its_lease_ends(how: str) -
     assert drain(here).keys() == (set() if gone else {"x"})
 
 
-def test_memory_that_is_kept_for_a_move_never_stops_the_others() -> None:
+def test_memory_reserved_for_a_move_never_blocks_other_sequences() -> None:
     tight = {"kv_cache_tokens": 160, "max_sequences": 3, "speculation": "off"}
     here, there = make(**tight), make(**tight)
     for engine, name in ((here, "x"), (there, "y")):
@@ -307,7 +307,7 @@ def test_memory_that_does_not_take_a_range_is_refused(wrong: Any) -> None:
         here.export_range("x", Watermark(epoch=here.manifest("x").epoch, positions=(0, 0)), out=wrong)
 
 
-def test_an_engine_tells_what_it_has() -> None:
+def test_sequences_lists_running_and_waiting_sequences() -> None:
     engine = make(max_sequences=2, prefill_chunk=24)
     for name in ("a", "b", "c"):
         engine.submit(request(name, PROMPT[::-1] if name == "b" else PROMPT))
@@ -330,7 +330,7 @@ def test_an_engine_tells_what_it_has() -> None:
     assert [view.id for view in engine.sequences()] == ["a", "c"]
 
 
-def test_bytes_bring_everything_back_bit_for_bit() -> None:
+def test_a_move_through_bytes_keeps_every_bit() -> None:
     here, there = make(), make()
     here.submit(replace(request("x", temperature=0.1 + 0.2, top_p=1 / 3, seed=2**63 + 1), history=((1, 2), (3,))))
     here.submit(request("y"))

@@ -31,7 +31,7 @@ def problems(drawn: Any) -> list[str]:
     return witness.problems()
 
 
-def test_the_law_is_found_right() -> None:
+def test_the_witness_accepts_the_law() -> None:
     assert problems(gumbel.sample(*parameters().values())) == []
 
 
@@ -48,17 +48,17 @@ def masked_before_the_temperature(of: dict[str, Any]) -> dict[str, Any]:
     ("wrong", "word"),
     [
         (masked_before_the_temperature, "tempered log-prob"),
-        (lambda of: of | {"seeds": of["seeds"] + np.uint64(1)}, "is not the law's"),
-        (lambda of: of | {"places": of["places"] + np.int32(1)}, "is not the law's"),
+        (lambda of: of | {"seeds": of["seeds"] + np.uint64(1)}, "is not the expected one"),
+        (lambda of: of | {"places": of["places"] + np.int32(1)}, "is not the expected one"),
         (lambda of: of | {"temperatures": of["temperatures"] / np.float32(1.1)}, "tempered log-prob"),
         (lambda of: of | {"top_k": np.full(NUM_ROWS, 5, np.int32)}, "tempered log-prob"),
     ],
 )
-def test_a_wrong_law_is_seen(wrong: Any, word: str) -> None:
+def test_the_witness_detects_a_wrong_law(wrong: Any, word: str) -> None:
     found = problems(gumbel.sample(*wrong(parameters()).values()))
     assert any(word in each for each in found), found
 
 
-def test_log_probs_that_are_not_the_models_are_seen() -> None:
+def test_the_witness_detects_wrong_log_probs() -> None:
     drawn = gumbel.sample(*parameters().values())
     assert len(problems(drawn._replace(log_probs=drawn.log_probs + 1e-3))) == NUM_ROWS

@@ -59,7 +59,7 @@ def loaded_by_hugging_face(model: Any) -> Any:
 
 @pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("model_type", AS_HUGGING_FACE)
-def test_parameters_are_what_hugging_face_makes_of_them(model_type: str) -> None:
+def test_cast_parameters_equal_those_of_hugging_face(model_type: str) -> None:
     model = tiny_model(tiny_config(model_type))
     wanted = dict(loaded_by_hugging_face(model).named_parameters())
     before = {name: (buffer.dtype, buffer.clone()) for name, buffer in model.named_buffers()}
@@ -196,7 +196,7 @@ def test_a_model_that_cannot_run_in_bfloat16_is_refused_by_name() -> None:
         prepared(model(), dtype="bfloat16")
 
 
-def test_what_was_found_is_of_the_model_that_runs() -> None:
+def test_the_report_describes_the_model_that_runs() -> None:
     report = report_of(prepared(long_model(), dtype="bfloat16", max_context=LONG))
     assert report.probes[-1] == "32 tokens up to position 4095"
     assert 1e-3 < report.difference < 4 * report.noise < 0.1
@@ -229,7 +229,7 @@ def test_the_engine_keeps_in_float32_what_hugging_face_does(model_type: str) -> 
 
 @pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("model_type", MIXED)
-def test_the_exact_trainer_has_the_engines_bits_of_them(model_type: str) -> None:
+def test_the_exact_trainer_and_the_scorer_have_the_same_bits(model_type: str) -> None:
     model = tiny_model(tiny_config(model_type))
     scorer = LogProbScorer(copy.deepcopy(model), temperature=1.0, max_context=128, dtype="bfloat16")
     exact = ExactForward(prepared(model, max_context=128), 1.0, max_context=128, dtype="bfloat16")
@@ -354,7 +354,7 @@ def test_a_forward_that_fails_leaves_weights_as_they_were() -> None:
     assert all(torch.equal(p, before[n]) and p.dtype == BF16 for n, p in model.named_parameters())
 
 
-def test_a_wide_weight_is_forgotten_with_its_memory() -> None:
+def test_a_widened_weight_is_forgotten_when_its_memory_is_freed() -> None:
     """A later tensor at the same address is no weight."""
     weight = torch.nn.Parameter(torch.randn(8, 16).to(BF16))
     guard = Guard(arithmetic="auto")
@@ -368,7 +368,7 @@ def test_a_wide_weight_is_forgotten_with_its_memory() -> None:
     assert not guard._is_weight(copied, torch.randn(2, 16))
 
 
-def test_an_engine_of_stored_weights_is_that_of_wide_ones(tmp_path: Path) -> None:
+def test_an_engine_of_stored_weights_equals_one_of_wide_weights(tmp_path: Path) -> None:
     """Tokens, log-probs and trainer reports are equal to the bit, in both types."""
     cast(model := random_model("qwen3", seed=2), Precision(BF16))
     model.save_pretrained(tmp_path)

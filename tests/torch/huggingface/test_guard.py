@@ -110,7 +110,7 @@ def bits_are_own(function: Function, rows: Tensor) -> bool:
 
 @pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize(("name", "function"), [pytest.param(*each, id=each[0]) for each in functions()])
-def test_what_the_audit_lets_through_gives_a_row_its_own_bits(name: str, function: Function) -> None:
+def test_functions_that_the_audit_allows_are_row_invariant(name: str, function: Function) -> None:
     with torch.inference_mode():
         for width in WIDTHS:
             if name in ("std", "var", "var_mean") and width == 1:
@@ -145,7 +145,7 @@ def test_index_add_adds_in_the_order_of_the_index() -> None:
     assert torch.equal(together[2], own)
 
 
-def test_the_lists_do_not_overlap() -> None:
+def test_the_lists_of_allowed_functions_do_not_overlap() -> None:
     assert not ELEMENTWISE & REDUCING
     assert not (ELEMENTWISE | REDUCING) & MOVING
 
@@ -156,7 +156,7 @@ def guard() -> Guard:
 
 
 @pytest.mark.parametrize("function", _BY_PLACE, ids=lambda function: function.__name__)
-def test_functions_by_place_run_on_whole_vectors(guard: Guard, function: Any) -> None:
+def test_position_dependent_functions_run_on_whole_vectors(guard: Guard, function: Any) -> None:
     others = (1.7,) if "pow" in function.__name__ else ()
 
     def guarded(x: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ def test_a_changed_weight_is_packed_again(guard: Guard) -> None:
         assert float(functional.linear(torch.ones(1, 8), weight)[0, 0]) == 16.0
 
 
-def test_a_product_of_what_is_no_weight_is_torchs_own(guard: Guard) -> None:
+def test_a_product_of_two_activations_is_left_to_torch(guard: Guard) -> None:
     one, other = rows_of(300), torch.randn(300, 5)
     with guard:
         assert torch.equal(one @ other, torch.matmul(one, other))
@@ -384,7 +384,7 @@ def load(make: Callable[[], Any], dtype: str = "float32") -> Any:
 @pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", BUGS)
-def test_the_proof_at_load_refuses_it(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_proof_at_load_refuses_each_planted_bug(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bug = BUGS[name]
     if (name, dtype) == ("scale changed, layer by layer", "bfloat16"):
         pytest.skip("1 % of a scale, and scores that are capped: less than the proof's tolerance of rounding")
@@ -396,7 +396,7 @@ def test_the_proof_at_load_refuses_it(name: str, dtype: str, monkeypatch: pytest
 
 @pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("bug", BUGS.values(), ids=BUGS)
-def test_the_judge_finds_it_without_the_proof(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_judge_finds_planted_bugs_without_the_proof(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference.Reference, "check", lambda *given, **named: 0.0)
     bug.plant(monkeypatch)
     verdict = judge(bug.make())
@@ -404,7 +404,9 @@ def test_the_judge_finds_it_without_the_proof(bug: Bug, monkeypatch: pytest.Monk
     assert "the oracle" in verdict.detail
 
 
-def test_one_call_decoders_need_the_windows(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_one_call_decoder_with_wrong_windows_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     make = BUGS["window off by one"].make()
     assert load(make).reports["model"].path == "native"
     genuine = native.DecoderParts

@@ -65,13 +65,13 @@ def test_an_engine_is_proved_once_and_gives_the_same_tokens(proofs: list[str], k
 @pytest.mark.parametrize(
     "changed", [{"seed": 2}, {"kind": "qwen2"}, {"dtype": "bfloat16"}, {"attention_split": 64}], ids=str
 )
-def test_whatever_a_proof_depends_on_is_proved_anew(proofs: list[str], changed: dict[str, Any]) -> None:
+def test_a_changed_setting_is_proved_anew(proofs: list[str], changed: dict[str, Any]) -> None:
     engine()
     engine(**changed)
     assert len(proofs) == 2
 
 
-def test_a_change_of_the_code_is_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_of_the_code_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     before = kept.key_of("proof", 1)
     kept.this_program.cache_clear()
     monkeypatch.setattr(kept, "_is_code", lambda file: file.name == "kept.py")

@@ -48,20 +48,20 @@ def engine_of(model: Any, *, draft: Any = None, **options: Any) -> Engine:
 
 @pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("window", [1, 2, 3, 11, 12, 13, 24, 63, 64, 100, 127, 128])
-def test_windows_within_the_context_are_found_whatever_the_module_calls_them(window: int) -> None:
+def test_sliding_windows_are_found_whatever_the_module_calls_them(window: int) -> None:
     found = [spec.window for spec in anatomy_of("mistral", sliding_window=window).attentions]
     assert found == [window if window < 128 else None] * 4
 
 
 @pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("chunk", [2, 3, 13, 24, 40, 63])
-def test_chunks_are_found(chunk: int) -> None:
+def test_attention_chunks_are_found(chunk: int) -> None:
     layers = ["chunked_attention", "chunked_attention", "chunked_attention", "full_attention"]
     found = anatomy_of("llama4_text", attention_chunk_size=chunk, layer_types=layers).attentions
     assert [(spec.window, spec.chunk) for spec in found] == [(None, chunk)] * 3 + [(None, None)]
 
 
-def test_scale_soft_cap_sinks_and_sizes_are_what_is_handed_to_the_interface() -> None:
+def test_scale_soft_cap_sinks_and_sizes_are_those_passed_to_attention() -> None:
     [gemma, *_] = anatomy_of("gemma2", query_pre_attn_scalar=23, attn_logit_softcapping=1.5).attentions
     assert (gemma.scale, gemma.softcap, gemma.has_sinks) == (23**-0.5, 1.5, False)
     assert all(spec.has_sinks for spec in anatomy_of("gpt_oss").attentions)
@@ -84,7 +84,7 @@ def probed(model_type: str, max_context: int, **changes: Any) -> list[tuple[int,
     return [(probe.past, probe.length - 1) for probe in choose(anatomy, model.config, max_context, 97)]
 
 
-def test_probes_stand_behind_windows_original_lengths_and_at_the_end() -> None:
+def test_probes_lie_behind_windows_and_original_lengths_and_at_the_end() -> None:
     window = probed("mistral", 512, sliding_window=200)
     assert any(first < 200 <= last for first, last in window)
     assert max(last for _, last in window) == 511
@@ -199,7 +199,7 @@ class _Peeking(nn.Module):
         return self.inner(x) + 1e-3 * x.mean(1, keepdim=True)  # type: ignore[no-any-return]
 
 
-def test_a_module_that_looks_at_other_tokens_is_named() -> None:
+def test_a_module_that_mixes_tokens_outside_of_attention_is_named() -> None:
     model = random_model("llama", seed=0)
     model.model.layers[1].mlp = _Peeking(model.model.layers[1].mlp)
     with pytest.raises(UnsupportedModel, match=r"model\.layers\.1\.mlp mixes tokens outside of AttentionInterface"):
@@ -345,7 +345,7 @@ def test_a_drafter_whose_weights_lack_is_named(tmp_path: Path) -> None:
     ("kind", "old"),
     [("llama", "model.layers.0.self_attn.rotary_emb.inv_freq"), ("gpt2", "transformer.h.0.attn.masked_bias")],
 )
-def test_tied_weights_and_old_buffers_do_not_count(kind: str, old: str, tmp_path: Path) -> None:
+def test_absent_tied_weights_and_old_buffers_are_accepted(kind: str, old: str, tmp_path: Path) -> None:
     model = tiny_model(tiny_config(kind, tie_word_embeddings=True))
     model.save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")

@@ -58,7 +58,7 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"/apiVersion": "rlhfspec.io/v2"}, "apiVersion", "must be rlhfspec.io/v1alpha1"),
     ({"/kind": "Job"}, "kind", "must be RLHFJob"),
     ({"/metadata": REMOVED}, "metadata", "is required"),
-    ({"/metadata.name": "My Run"}, "metadata.name", "small letters"),
+    ({"/metadata.name": "My Run"}, "metadata.name", "lower case letters, digits and inner dashes"),
     ({"/spec": REMOVED}, "spec", "is required"),
     ({"/spec": []}, "spec", "must be a block of fields"),
     ({"/sepc": {}}, "sepc", "did you mean spec?"),
@@ -83,8 +83,8 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"model.tokenizer": "confg-only"}, "spec.model.tokenizer", "no such folder; did you mean config-only?"),
     ({"model.path": "/no/such/place"}, "spec.model.path", "no such file or folder"),
     ({"model.path": "./train.jsonl"}, "spec.model.path", "must be a folder"),
-    ({"model.drafter": "./empty"}, "spec.model.drafter", "holds no config.json"),
-    ({"model.critic": "./model"}, "spec.model.critic", "take algorithm.name: ppo"),
+    ({"model.drafter": "./empty"}, "spec.model.drafter", "has no config.json"),
+    ({"model.critic": "./model"}, "spec.model.critic", "use algorithm.name: ppo"),
     ({"dataset.path": "./trian.jsonl"}, "spec.dataset.path", "did you mean ./train.jsonl?"),
     ({"dataset.path": "./rewards.py"}, "spec.dataset.path", ".jsonl, .json or .csv"),
     ({"dataset.path": "./empty"}, "spec.dataset.path", "save_to_disk"),
@@ -97,7 +97,7 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"generation.speculation": {"mode": "modle"}}, "spec.generation.speculation.mode", "did you mean model?"),
     (
         {"model": {"path": "./model", "drafter": "self"}, "generation.speculation": {"learning": "auto"}},
-        "spec.generation.speculation.learning", "model.drafter (self) is made of the policy, and nothing of it learns",
+        "spec.generation.speculation.learning", "model.drafter (self) is made from the policy and cannot be trained",
     ),
     ({"generation.temperature": 0}, "spec.generation.temperature", "must be >= 0.01"),
     ({"generation.temperature": 1e-30}, "spec.generation.temperature", "must be >= 0.01 and <= 100"),
@@ -115,21 +115,24 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({f"{SOURCE}.function": "reward:exact"}, f"spec.{SOURCE}.function", "did you mean rewards?"),
     ({f"{SOURCE}.function": "broken:f"}, f"spec.{SOURCE}.function", "broken.py is not Python"),
     ({f"{SOURCE}.timeoutSeconds": 300}, f"spec.{SOURCE}.timeoutSeconds", "roles.reward.deadlineSeconds"),
-    ({f"{SOURCE}.batched": True, "roles.reward": {"workers": 2}}, f"spec.{SOURCE}.batched", "roles.reward.workers 1"),
+    (
+        {f"{SOURCE}.batched": True, "roles.reward": {"workers": 2}}, f"spec.{SOURCE}.batched",
+        "or roles.reward.workers must be 1",
+    ),
     ({"rewards.sources": TWO}, f"spec.{SOURCE}.name", "give each its own name"),
     ({"rewards.sources": [HTTP | {"url": "http://host:port/"}]}, f"spec.{SOURCE}.url", "must be a URL such as"),
     ({"rewards.sources": [HTTP | {"url": "http://[/"}]}, f"spec.{SOURCE}.url", "must be a URL such as"),
     ({"rewards.sources": [HTTP | {"url": "http://${NO_SUCH}/"}]}, f"spec.{SOURCE}.url", "variable NO_SUCH is not set"),
-    ({"rewards.sources": [HTTP | {"headers": {"a b": "x"}}]}, f"spec.{SOURCE}.headers", "is no header name"),
+    ({"rewards.sources": [HTTP | {"headers": {"a b": "x"}}]}, f"spec.{SOURCE}.headers", "is not a valid header name"),
     ({"rewards.sources": [HTTP | {"headers": {"key": "\n"}}]}, f"spec.{SOURCE}.headers.key", "printable ASCII"),
     ({"dataset.path": "https://me:pw@host/d.jsonl"}, "spec.dataset.path", "is a URL: download it"),
     ({"training.promptsPerStep": 10**8}, "spec.training.promptsPerStep", "800,000,000 samples are in flight at once"),
-    ({"roles.generator": {"workers": 10**4}}, "spec.roles.generator.workers", "each has a model of its own"),
+    ({"roles.generator": {"workers": 10**4}}, "spec.roles.generator.workers", "each holds its own model"),
     ({f"{SOURCE}.function": "wants:anser"}, f"spec.{SOURCE}.function", "did you mean answer?"),
     ({f"{SOURCE}.function": "raising:f"}, f"spec.{SOURCE}.function", "importing 'raising' raised OSError: no disk"),
-    ({"rewards.sources": [JUDGE | {"path": "./short"}]}, f"spec.{SOURCE}.path", "LlamaForCausalLM is no sequence-"),
-    ({"rewards.sources": [JUDGE]}, f"spec.{SOURCE}.label", "the model has 3 outputs: say which counts"),
-    ({"rewards.sources": [JUDGE | {"label": 3}]}, f"spec.{SOURCE}.label", "the model has 3 outputs, from 0"),
+    ({"rewards.sources": [JUDGE | {"path": "./short"}]}, f"spec.{SOURCE}.path", "LlamaForCausalLM is not a sequence-"),
+    ({"rewards.sources": [JUDGE]}, f"spec.{SOURCE}.label", "the model has 3 outputs: set the index of the reward"),
+    ({"rewards.sources": [JUDGE | {"label": 3}]}, f"spec.{SOURCE}.label", "must be < 3: the model has 3 outputs"),
     ({"model": {"path": "./short", "drafter": "./draft"}, "generation.maxTokens": 9}, "spec.model.drafter", "9 entr"),
     ({"model.path": "./short", "generation.maxTokens": 128}, "spec.generation.maxTokens", "must be < 128"),
     ({"model": {"path": "./short", "lora": {"targetModules": ["q_prj"]}}}, "spec.model.lora.targetModules", "q_proj?"),
@@ -172,7 +175,7 @@ DATA: dict[str, tuple[bytes, dict[str, Any], str, str]] = {
     "bad-line": (ROW + b'{"prompt": "1+1=",}\n', {}, "line 2: spec.dataset.path", "is not JSON"),
     "nothing": (b"", {}, "spec.dataset.path", "holds no rows"),
     "array": (b'[{"prompt": "a"}]\n', {}, "line 1: spec.dataset.path", "must be an object"),
-    "nan": (ROW + b'{"prompt": "a", "x": NaN}\n', {}, "line 2: spec.dataset.path", "NaN is no JSON number"),
+    "nan": (ROW + b'{"prompt": "a", "x": NaN}\n', {}, "line 2: spec.dataset.path", "NaN is not a JSON number"),
     "latin-1": (ROW + b'{"prompt": "\xfc"}\n', {}, "line 2: spec.dataset.path", "must be UTF-8"),
     "missing-column": (ROW + b'{"promt": "a"}\n', {}, "line 2: spec.dataset.promptColumn", "did you mean promt?"),
     "number": (b'{"prompt": 3}\n', {}, "line 1: spec.dataset.promptColumn", "must be text, not a number"),
@@ -256,31 +259,31 @@ def test_the_unspoiled_job_is_valid(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("edits", "field", "fix"), FIELDS, ids=lambda value: value if isinstance(value, str) else "")
-def test_field(folder: Path, edits: dict[str, Any], field: str, fix: str) -> None:
+def test_a_malformed_field_is_refused_with_a_fix(folder: Path, edits: dict[str, Any], field: str, fix: str) -> None:
     assert_refused(laptop(folder, edits), field, fix)
 
 
-def test_a_function_without_a_name_from_the_jobs_own_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_function_without_a_name_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     file = laptop(Path(), {f"{SOURCE}.function": ":"})
     assert_refused(file, f"spec.{SOURCE}.function", "must be module:function")
 
 
 @pytest.mark.parametrize(("content", "field", "fix"), FILES.values(), ids=list(FILES))
-def test_file(folder: Path, content: bytes, field: str, fix: str) -> None:
+def test_a_malformed_job_file_is_refused(folder: Path, content: bytes, field: str, fix: str) -> None:
     file = folder / "text.yaml"
     file.write_bytes(content)
     assert_refused(file, field, fix)
 
 
 @pytest.mark.parametrize(("content", "edits", "field", "fix"), DATA.values(), ids=list(DATA))
-def test_data(folder: Path, content: bytes, edits: dict[str, Any], field: str, fix: str) -> None:
+def test_malformed_data_is_refused(folder: Path, content: bytes, edits: dict[str, Any], field: str, fix: str) -> None:
     (folder / "data.jsonl").write_bytes(content)
     file = laptop(folder, {"dataset.path": "./data.jsonl"} | edits)
     assert_refused(file, field, fix, "--prompts")
 
 
-def test_parquet(folder: Path) -> None:
+def test_a_malformed_parquet_file_is_refused(folder: Path) -> None:
     file = laptop(folder, {"dataset.path": "./data.parquet"})
     (folder / "data.parquet").write_bytes(b"PAR1 and no more")
     assert_refused(file, "spec.dataset.path", "not a readable Parquet file")
@@ -301,14 +304,14 @@ def test_parquet(folder: Path) -> None:
         ("model.path=[", "spec.model.path", "is not YAML"),
     ],
 )
-def test_override(folder: Path, override: str, field: str, fix: str) -> None:
+def test_a_malformed_override_is_refused(folder: Path, override: str, field: str, fix: str) -> None:
     assert_refused(laptop(folder, {}), field, fix, "--set", override)
 
 
 @pytest.mark.parametrize(
     ("name", "fix"), [("gone.yaml", "beside it: "), ("empty", "this is a folder"), ("no/job.yaml", "rlhfspec init")]
 )
-def test_no_such_file(folder: Path, name: str, fix: str) -> None:
+def test_a_path_that_is_no_job_file_is_refused(folder: Path, name: str, fix: str) -> None:
     (folder / "good.yaml").touch()
     assert_refused(folder / name, "file", fix)
 
@@ -323,7 +326,9 @@ def test_a_pipe_is_refused_as_job_and_as_data(folder: Path) -> None:
         load_rows(Dataset(path=str(folder / "pipe.jsonl")))
 
 
-def test_hung_imports_are_told(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hanging_import_of_a_reward_is_refused_and_logged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("rlhfspec.training.scoring.rewards.imports.IMPORT_SECONDS", 0.05)
     path = list(sys.path)
     file = laptop(folder, {f"{SOURCE}.function": "hanging:f"})
@@ -332,7 +337,9 @@ def test_hung_imports_are_told(folder: Path, monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setattr(sys, "path", path)
 
 
-def test_a_slow_import_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_slow_import_of_a_reward_is_logged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     clock = SimpleNamespace(monotonic=itertools.count(step=2.5).__next__)
     monkeypatch.setattr("rlhfspec.training.scoring.rewards.imports.time", clock)
     (folder / "slow.py").write_text("def f(completion): return 1.0\n")
@@ -340,7 +347,7 @@ def test_a_slow_import_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch, ca
     assert caplog.messages == [f"spec.{SOURCE}.function: importing 'slow' took 2.5 s"]
 
 
-def test_a_package_that_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_refused_with_its_pip_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhfspec.runs.folder.trackers.find_spec", lambda name: None)
     file = laptop(folder, {"observability.wandb": {"project": "p"}})
     assert_refused(file, "spec.observability.wandb", "needs a package: pip install wandb")
@@ -384,7 +391,7 @@ def test_every_problem_is_said_at_once(folder: Path) -> None:
     assert "6 problems" in output
 
 
-def test_nothing_is_concluded_from_a_wrong_field(folder: Path) -> None:
+def test_rules_that_depend_on_a_wrong_field_are_skipped(folder: Path) -> None:
     file = laptop(folder, {"algorithm.name": "reinforce+", "algorithm.samplesPerPrompt": 1})
     output = CliRunner().invoke(app, ["validate", str(file)]).output
     assert "algorithm.name" in output
@@ -397,7 +404,7 @@ ODD = st.sampled_from([None, True, -1, 0, 3, 1e300, float("nan"), "", "x", "a:b"
 
 
 @given(st.lists(st.tuples(st.sampled_from(PLACES), ODD), min_size=1, max_size=3))
-def test_whatever_stands_there_is_a_job_or_a_problem(folder: Path, changes: list[tuple[str, Any]]) -> None:
+def test_any_values_give_a_job_or_a_problem(folder: Path, changes: list[tuple[str, Any]]) -> None:
     job = copy.deepcopy(FULL)
     for path, value in changes:
         *keys, last = path.split(".")
@@ -444,26 +451,26 @@ def fields_refused(manifest: dict[str, Any]) -> list[str]:
 WRONG = all_wrong()
 
 
-def test_there_are_enough() -> None:
+def test_there_are_more_than_400_wrong_manifests() -> None:
     assert len(WRONG) > 400
     assert not fields_refused(JOB)
     assert not fields_refused(edited(CLUSTER))
 
 
 @pytest.mark.parametrize("wrong", [each for each in WRONG if each.by != "server"], ids=str)
-def test_what_is_wrong_is_named(wrong: Wrong) -> None:
+def test_each_wrong_manifest_is_refused_by_its_field(wrong: Wrong) -> None:
     refused = fields_refused(wrong.manifest)
     assert any(field.startswith(wrong.field) for field in refused), refused
 
 
-def test_what_only_an_api_server_refuses_is_too_long_alone() -> None:
+def test_the_api_server_alone_refuses_only_overlong_values() -> None:
     """Local jobs need no bounds on length; nothing else may pass only there."""
     for wrong in WRONG:
         if wrong.by == "server":
             assert len(next(iter(reversed(wrong.edits.values())))) > 64
 
 
-def test_a_laptop_says_what_it_leaves_aside(tmp_path: Path) -> None:
+def test_fields_ignored_outside_a_cluster_are_named(tmp_path: Path) -> None:
     file = tmp_path / "job.json"
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1="}\n')
     manifest = edited(CLUSTER | {"model.path": "tiny:sums", "dataset.path": "train.jsonl"})
@@ -471,7 +478,7 @@ def test_a_laptop_says_what_it_leaves_aside(tmp_path: Path) -> None:
     file.write_text(json.dumps(manifest))
     line = left_aside(read_job(file))
     assert line == (
-        "left aside outside a cluster: activeDeadlineSeconds, scheduling, podTemplate, storage, restart, "
+        "ignored outside a cluster: activeDeadlineSeconds, scheduling, podTemplate, storage, restart, "
         "failurePolicy.rules, "
         "roles.generator.resources, roles.generator.image, roles.generator.podTemplate, roles.generator.replicas"
     )
@@ -482,7 +489,7 @@ def test_a_laptop_says_what_it_leaves_aside(tmp_path: Path) -> None:
     assert line in said.output.replace("\n", "")
 
 
-def test_roles_are_those_that_have_a_pod() -> None:
+def test_every_role_of_the_schema_has_a_pod() -> None:
     assert set(get_args(Role)) == set(names.ROLES)
 
 
@@ -519,5 +526,5 @@ def test_every_rule_names_a_field_that_exists() -> None:
     assert all(exists(SCHEMA, f".spec.{path}") for path in MUTABLE)
 
 
-def test_the_printed_definition_is_this_one() -> None:
+def test_schema_crd_prints_the_custom_resource_definition() -> None:
     assert json.loads(CliRunner().invoke(app, ["schema", "--crd"]).output) == custom_resource_definition()

@@ -51,7 +51,9 @@ def every_isa(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 @needs_native
 @settings(max_examples=40)
 @given(forest=long_forests, shape=shapes, options=st.sampled_from(LONG_OPTIONS), seed=st.integers(0, 1000))
-def test_splits_are_the_softmax_over_all(forest: list[Sequence], shape: Shape, options: Options, seed: int) -> None:
+def test_merged_splits_equal_the_softmax_over_all_keys(
+    forest: list[Sequence], shape: Shape, options: Options, seed: int
+) -> None:
     case = make_case(forest, shape, data_seed=seed)
     exact = case.doubled()
     expected = exact.run(tree_attention_reference, split=UNSPLIT, **options)
@@ -60,7 +62,7 @@ def test_splits_are_the_softmax_over_all(forest: list[Sequence], shape: Shape, o
 
 
 @needs_native
-def test_splits_matter_only_beyond_the_first() -> None:
+def test_splits_change_only_bits_of_contexts_longer_than_one_split() -> None:
     """This proves that the comparisons above can fail, and that one split is one softmax."""
     case = make_case(LONG, Shape())
     split, unsplit = case.run(split=64), case.run(split=UNSPLIT)
@@ -142,7 +144,9 @@ def recorded_case(dtype: torch.dtype) -> Case:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", RECORDED)
-def test_one_split_is_no_split(name: str, dtype: torch.dtype, isa: str, every_isa: Callable[[str], None]) -> None:
+def test_one_split_has_the_bits_of_a_kernel_without_splits(
+    name: str, dtype: torch.dtype, isa: str, every_isa: Callable[[str], None]
+) -> None:
     """The expected bits were recorded with a kernel that takes one softmax over all positions."""
     every_isa(isa)
     options, *recorded = RECORDED[name]

@@ -82,7 +82,7 @@ def test_samples_are_the_same_bits_in_every_way(kind: str, dtype: str) -> None:
 
 @pytest.mark.sweep(parts=4)
 @every_kind
-def test_they_are_hugging_faces_and_not_those_of_one_softmax(kind: str) -> None:
+def test_split_attention_gives_hugging_face_log_probs_but_other_bits(kind: str) -> None:
     wanted = alone(kind, "float32")
     plain = copy.deepcopy(model_of(kind))
     plain.set_attn_implementation("eager")
@@ -151,7 +151,7 @@ def test_a_split_that_tiles_do_not_fit_into_is_refused_by_name(split: int) -> No
 @pytest.mark.sweep(parts=3)
 @every_dtype
 @every_kind
-def test_the_exact_trainer_differs_by_nothing(kind: str, dtype: str) -> None:
+def test_the_exact_trainer_differs_from_the_engine_by_nothing(kind: str, dtype: str) -> None:
     batch, wanted = packed(alone(kind, dtype))
 
     def found(split: int) -> torch.Tensor:
@@ -190,7 +190,7 @@ def test_across_the_default_split_engine_trainer_and_scorer_agree() -> None:
     assert not all(same)
 
 
-def test_its_gradients_are_those_of_one_softmax() -> None:
+def test_gradients_with_splits_are_those_of_one_softmax() -> None:
     batch, _ = packed(alone("llama", "float32"))
     weights, found = torch.linspace(-1, 1, len(batch.targets)), []
     for split in (SPLIT, 4096):

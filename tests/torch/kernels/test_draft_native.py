@@ -141,7 +141,7 @@ plans = st.builds(
     dtype=st.sampled_from(["float32", "bfloat16"]),
     kind=st.sampled_from(["always", "paying"]),
 )
-def test_the_trees_of_one_call_are_those_of_the_loop(
+def test_native_drafting_gives_the_trees_of_the_python_loop(
     plan: DraftPlan, seed: int, temperature: float, vocab_size: int, dtype: str, kind: str
 ) -> None:
     space, rng = space_for(vocab_size, dtype), np.random.default_rng(seed)
@@ -151,7 +151,7 @@ def test_the_trees_of_one_call_are_those_of_the_loop(
     keep_both(space, batch, native, rng)
 
 
-def test_drafts_stop_where_the_rule_of_the_loop_stops_them() -> None:
+def test_native_drafts_stop_at_the_level_where_the_loop_stops() -> None:
     space, plan, depths = space_for(61, "float32"), DraftPlan(drafter="model", depth=6, width=1, branch=2), set()
     for seed in range(80):
         rng = np.random.default_rng(seed)
@@ -240,7 +240,7 @@ def test_a_draft_gone_nan_proposes_nothing_and_numbers_out_of_range_are_named() 
         space.table.slots[batch.rows[0], batch.lengths[0]] = kept
 
 
-def test_a_rule_is_told_what_its_draft_ran() -> None:
+def test_the_stopping_rule_gets_the_rows_of_every_drafted_level() -> None:
     space, rng = space_for(61, "float32"), np.random.default_rng(2)
     batch = batch_of(space, rng, 1.0)
     batch.room[:], space.table.capacity[:] = 30, MAX_CONTEXT
@@ -250,7 +250,7 @@ def test_a_rule_is_told_what_its_draft_ran() -> None:
     assert rule.level_rows == [batch.size, batch.size, batch.size]
 
 
-def test_nothing_is_kept_of_an_empty_draft() -> None:
+def test_keeping_an_empty_draft_changes_no_slot() -> None:
     space, rng = space_for(61, "float32"), np.random.default_rng(3)
     batch = batch_of(space, rng, 1.0)
     slots = space.table.slots.copy()

@@ -188,7 +188,7 @@ def nucleus_of(row: list[float], top_p: float) -> tuple[Batch, list[int]]:
 @needs_native
 @pytest.mark.parametrize("top_p", [0.25, 0.5, 0.75, 0.250001])
 @pytest.mark.parametrize("num_small", [0, 1000])
-def test_nucleus_boundary_that_is_met_exactly(top_p: float, num_small: int) -> None:
+def test_the_nucleus_ends_exactly_at_its_boundary(top_p: float, num_small: int) -> None:
     """Eight equal tokens give exact sums; a thousand tiny ones change them only if added among themselves first."""
     batch, kept = nucleus_of([0.0] * 8 + [-39.0] * num_small, top_p)
     result = native_sample(NATIVE_ISAS[0], batch)
@@ -317,7 +317,7 @@ def test_greedy_takes_the_lowest_id_of_the_largest_logits(which: str) -> None:
 
 
 @pytest.mark.parametrize("which", SAMPLERS)
-def test_both_zeros_are_one_number_to_a_mask(which: str) -> None:
+def test_masks_treat_negative_zero_as_zero(which: str) -> None:
     n = 30
     logits, zeros, three = torch.tensor([[-0.0, 0.0] * 4] * n), torch.zeros(n, dtype=torch.int32), torch.full((n,), 3)
     batch = Batch(logits, torch.arange(n), zeros, torch.ones(n), three.to(torch.int32), torch.ones(n))
@@ -342,7 +342,7 @@ def test_candidates_hold_the_sampled_token_first() -> None:
 
 
 @pytest.mark.parametrize("native", [True, False])
-def test_numpy_and_tensors_are_the_same(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numpy_arrays_and_tensors_give_the_same_samples(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not native:
         monkeypatch.setattr(gumbel, "_native", lambda name: None)
     g = generator(7)

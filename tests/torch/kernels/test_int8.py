@@ -46,7 +46,7 @@ def test_a_normal_weight_loses_little() -> None:
 
 
 @every_shape
-def test_a_row_has_exactly_the_products_of_those_numbers(shape: tuple[int, int]) -> None:
+def test_a_row_has_the_exact_products_of_the_8_bit_weights(shape: tuple[int, int]) -> None:
     layer = in_8_bits(packed(shape))
     x = torch.randn(130, shape[0])
     exact = functional.linear(x.double(), unpacked(layer).double(), layer.bias.double())
@@ -55,7 +55,7 @@ def test_a_row_has_exactly_the_products_of_those_numbers(shape: tuple[int, int])
         assert torch.equal(layer(x[rows]), layer(x)[rows])
 
 
-def test_a_gated_mlp_is_three_layers() -> None:
+def test_a_gated_mlp_in_8_bits_equals_its_three_layers() -> None:
     parts = [nn.Linear(*shape) for shape in ((96, 9000), (96, 9000), (9000, 70))]  # hidden columns in many blocks
     mlp = PackedGatedMLP.from_linears(*parts, activation="silu", dtype=FP32, arithmetic="fma")
     before, x = copy.deepcopy(mlp), torch.randn(21, 96)

@@ -49,7 +49,9 @@ def some_of(draw: st.DrawFn, count: int) -> torch.Tensor:
 
 @settings(max_examples=60)
 @given(data=st.data(), shape=kv_shapes, dtype=dtypes)
-def test_slots_survive_the_journey(data: st.DataObject, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_packed_slots_have_the_bits_of_the_cache(
+    data: st.DataObject, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     num_slots = shape[0] * shape[3]
     slots = data.draw(some_of(num_slots))
     source, target = random_kv(shape, dtype, 1), random_kv(shape, dtype, 2)
@@ -75,7 +77,9 @@ def check_arrival(packed: torch.Tensor, target: torch.Tensor, places: list[int])
 
 @settings(max_examples=60)
 @given(data=st.data(), shape=kv_shapes, dtype=dtypes, skew=st.integers(0, 3))
-def test_others_memory_keeps_bits(data: st.DataObject, shape: tuple[int, ...], dtype: torch.dtype, skew: int) -> None:
+def test_packing_into_foreign_memory_keeps_the_bits(
+    data: st.DataObject, shape: tuple[int, ...], dtype: torch.dtype, skew: int
+) -> None:
     """The memory may begin anywhere, and a source may be read-only."""
     slots = data.draw(some_of(shape[0] * shape[3]))
     source, target = random_kv(shape, dtype, 1), random_kv(shape, dtype, 2)
@@ -110,7 +114,7 @@ def test_memory_that_does_not_fit_is_refused_by_name(name: str, slots: list[int]
     assert not kv.any()
 
 
-def test_a_device_is_waited_for_once_where_something_is_read_and_else_not(second: Any) -> None:
+def test_packing_waits_for_the_device_once_and_unpacking_never(second: Any) -> None:
     """Slots are checked on the host, where they come from."""
     kv = torch.randn(6, 2, 2, 16, 2, 8)
     there = kv.to("second:0")

@@ -159,7 +159,7 @@ def _assert_same(found: Any, wanted: Any, where: str) -> None:
         assert found == wanted, where
 
 
-def test_the_shipped_vectors_are_the_laws(vectors: dict[str, Any]) -> None:
+def test_the_shipped_vectors_follow_the_law(vectors: dict[str, Any]) -> None:
     made_by = "PYTHONPATH=tests python tests/torch/kernels/test_law.py"
     _assert_same(vectors, make_vectors(), f"docs/law_vectors.json (made by: {made_by})")
 
@@ -172,7 +172,7 @@ def test_philox_gives_the_published_words(vectors: dict[str, Any]) -> None:
         assert [int(word) for word in tensors] == words
 
 
-def test_torch_noise_is_the_laws(vectors: dict[str, Any]) -> None:
+def test_torch_noise_follows_the_law(vectors: dict[str, Any]) -> None:
     for case in vectors["noise"]:
         seed = torch.from_numpy(np.array([case["seed"]], np.uint64).view(np.int64))
         position, size = torch.tensor([case["t"]]), case["v"] + 1

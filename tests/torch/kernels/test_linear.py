@@ -116,7 +116,7 @@ def test_a_row_has_the_same_bits_in_any_batch(shape: tuple[int, int], dtype: tor
     assert differing_batches(make_linear(shape, dtype, arithmetic), torch.randn(130, shape[0])) == []
 
 
-def test_the_check_of_bits_can_fail() -> None:
+def test_the_check_of_row_invariance_detects_a_torch_layer() -> None:
     assert differing_batches(nn.Linear(700, 65).requires_grad_(False), torch.randn(130, 700))
 
 
@@ -170,7 +170,7 @@ def test_avx2_and_avx512_give_the_same_bits(dtype: torch.dtype, monkeypatch: pyt
     threads=st.integers(1, 3),
     data=st.data(),
 )
-def test_any_shape_any_slice_of_rows(
+def test_a_row_has_the_same_bits_for_any_shape_and_slice_of_rows(
     case: tuple[torch.dtype, str], inputs: int, outputs: int, num_rows: int, threads: int, data: st.DataObject
 ) -> None:
     layer = make_linear((inputs, outputs), *case)
@@ -296,7 +296,7 @@ def test_activations_against_float64(name: str) -> None:
 
 @needs_library
 @pytest.mark.parametrize("name", list(ACTIVATIONS))
-def test_activations_at_the_ends_of_the_line(name: str) -> None:
+def test_activations_are_right_for_extreme_inputs(name: str) -> None:
     ends = torch.tensor([torch.inf, torch.nan, 1e30, -1e30, 0.0, -200.0, 1e-40])
     out = RowInvariantActivation(name)(ends)  # type: ignore[arg-type]
     assert out[0].isposinf()
@@ -320,7 +320,7 @@ def test_an_activation_does_not_depend_on_where_its_element_stands(name: str) ->
 
 @pytest.mark.parametrize("width", [1, 15, 64, 257, 1000])
 @pytest.mark.parametrize("add_one", [False, True])
-def test_rms_norm(width: int, add_one: bool) -> None:
+def test_rms_norm_agrees_with_float64_and_is_row_invariant(width: int, add_one: bool) -> None:
     x, weight = torch.randn(300, width) * 3, torch.randn(width)
     ours = fused_rms_norm(x, weight, 1e-5, add_one=add_one)
     exact = rms_norm_twin(x.double(), weight.double(), 1e-5, add_one=add_one)

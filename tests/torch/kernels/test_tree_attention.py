@@ -84,7 +84,7 @@ def test_chain_has_the_same_bits_as_tree_and_as_prefill(committed: int, num_rows
     ),
     seed=st.integers(0, 99),
 )
-def test_a_key_weighs_the_same_in_the_table_and_in_extra(drawn: tuple[int, list[int], Options], seed: int) -> None:
+def test_a_key_counts_the_same_in_the_table_and_in_extra(drawn: tuple[int, list[int], Options], seed: int) -> None:
     """Rows of one chain have different borders between table and extras, before or behind splits."""
     committed, places, options = drawn
     chunk = Sequence(committed, chain(len(places)), as_tree=False)
@@ -128,7 +128,7 @@ def test_avx2_and_avx512_give_the_same_bits(forest: list[Sequence], shape: Shape
 @needs_native
 @pytest.mark.parametrize(("forest", "options"), MIXED_AND_LONG)
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_a_sick_row_hurts_only_those_who_see_it(poison: float, forest: list[Sequence], options: Options) -> None:
+def test_a_nan_row_affects_only_rows_that_attend_to_it(poison: float, forest: list[Sequence], options: Options) -> None:
     healthy = make_case(forest, Shape()).run(**options)
     sick = make_case(forest, Shape())
     sick.key[1] = poison  # node 1 of the first tree: seen by itself and by its descendants 3 and 5
@@ -228,7 +228,7 @@ def test_arguments_that_do_not_fit_are_refused_by_name(name: str, changes: Optio
         tree_attention(**(good | changes))
 
 
-def test_without_native_kernels_the_twin_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_native_kernels_the_twin_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = make_case(MIXED, Shape()).doubled().run()  # float64 always goes to the twin
     monkeypatch.setattr(build, "load", lambda: None)
     case = make_case(MIXED, Shape())

@@ -113,7 +113,7 @@ def test_each_algorithm_by_name_has_its_reference_s_advantages(
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_arrival_order_leaves_no_trace(name: str) -> None:
+def test_the_order_of_arrival_does_not_change_advantages(name: str) -> None:
     algorithm = Algorithm.model_validate({"name": name})
     samples, scores = records_of(2)
     one = Rollouts.of(samples, scores)
@@ -291,7 +291,7 @@ def test_a_step_that_is_not_whole_names_the_sample(message: str) -> None:
         Rollouts.of(*BROKEN[message])
 
 
-def test_how_far_the_step_moved_is_measured_from_the_old_policy() -> None:
+def test_approximate_kl_is_measured_from_the_old_policy() -> None:
     algorithm = Algorithm(name="dapo")
     log_probs, old = flat(1, "log_probs"), flat(1, "old_log_probs")
     terms = policy_terms(algorithm, log_probs, old, targets_of(1, algorithm), None)

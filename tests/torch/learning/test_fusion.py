@@ -75,7 +75,7 @@ def learner(fuse: str, *, ranks: Ranks | None = None, **settings: Any) -> Learne
 @pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("more", [{}, {"model": {"lora": {"rank": 2, "dropout": 0.2}}}, {"exactOnPolicy": True}])
 @pytest.mark.parametrize(("epochs", "mini_batches"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_the_bits_are_those_of_one_after_the_other(epochs: int, mini_batches: int, more: dict[str, Any]) -> None:
+def test_fused_training_has_the_bits_of_serial_training(epochs: int, mini_batches: int, more: dict[str, Any]) -> None:
     settings = {"epochs": epochs, "miniBatches": mini_batches, "tokensPerMicroBatch": 40} | more
     apart, serial = Apart(**settings), learner("off", **settings)
     begun = apart.digests()
@@ -99,7 +99,9 @@ def test_the_bits_are_those_of_one_after_the_other(epochs: int, mini_batches: in
         ("ppo", "auto", 3, ("policy", "critic")),
     ],
 )
-def test_of_two_ranks_each_model_has_one(name: str, fuse: str, num_ranks: int, models: tuple[str, ...]) -> None:
+def test_share_of_gives_each_rank_the_models_it_trains(
+    name: str, fuse: str, num_ranks: int, models: tuple[str, ...]
+) -> None:
     ranks = Ranks(rank=num_ranks - 1, num_ranks=num_ranks)
     assert share_of(spec(name, fuse=fuse), ranks) == (models, Ranks() if models == ("critic",) else ranks)
 
@@ -120,7 +122,7 @@ def spoil(trained: Learner, model: str) -> None:
 
 @pytest.mark.parametrize("mini_batches", [1, 2])
 @pytest.mark.parametrize(("model", "what"), [("policy", "log-probs"), ("critic", "values")])
-def test_what_is_not_finite_names_the_sample(model: str, what: str, mini_batches: int) -> None:
+def test_a_value_that_is_not_finite_names_its_sample(model: str, what: str, mini_batches: int) -> None:
     trained = learner("off", miniBatches=mini_batches, tokensPerMicroBatch=30)
     trained.learn(rollouts())
     spoil(trained, model)
@@ -133,7 +135,7 @@ def test_what_is_not_finite_names_the_sample(model: str, what: str, mini_batches
 
 
 @pytest.mark.parametrize(("model", "what"), [("policy", "log-probs"), ("critic", "values")])
-def test_where_one_rank_finds_it_neither_moves(model: str, what: str) -> None:
+def test_an_error_on_one_rank_leaves_both_models_unchanged(model: str, what: str) -> None:
     apart, untroubled = Apart(), Apart()
     for rank in (*apart.ranks, *untroubled.ranks):
         spoil(rank, model)

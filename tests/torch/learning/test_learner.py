@@ -163,7 +163,7 @@ def test_a_resumed_run_is_the_run(name: str, settings: dict[str, Any], stop_afte
 
 def test_a_state_of_another_model_is_refused() -> None:
     other = Learner(settings := spec(), prepared(random_model("gpt-neox", seed=1)), num_threads=1)
-    with pytest.raises(StorageError, match="none of this job's model"):
+    with pytest.raises(StorageError, match="does not fit the job's model"):
         learner(settings).load_state(other.state())
     with pytest.raises(StorageError, match="critic"):
         learner(spec("ppo")).load_state(learner(settings).state())
@@ -252,7 +252,7 @@ def test_what_torch_refuses_is_named(settings: dict[str, Any], field: str, probl
     assert refused.value.field == field
 
 
-def test_an_optimizer_of_ones_own(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_class_of_the_user_is_used(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text("import torch\nclass Halved(torch.optim.SGD): pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     trained = learner(spec(optimizer={"name": "mine:Halved", "learningRate": 0.1}))

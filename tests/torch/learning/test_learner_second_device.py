@@ -46,7 +46,7 @@ def test_auto_keeps_float32_and_computes_in_bfloat16(second: ModuleType) -> None
         ({"autocast": "bfloat16"}, ("bfloat16", "float32", "bfloat16"), ("float32", "float32", "bfloat16")),
     ],
 )
-def test_what_is_said_stays_and_the_rest_is_the_devices(
+def test_given_precisions_stay_and_auto_depends_on_the_device(
     given: dict[str, str], on_a_gpu: tuple[str, ...], on_a_cpu: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     content = spec(autocast=given.get("autocast", "auto")).model_dump(by_alias=True)

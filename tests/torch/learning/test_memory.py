@@ -29,7 +29,7 @@ def test_a_device_computes_layers_again_where_a_micro_batch_does_not_fit(monkeyp
     assert settled(monkeypatch, enough - (1 << 20))
 
 
-def test_a_cpu_keeps_them_and_a_job_may_say_which(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_keeps_activations_unless_the_job_sets_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not settled(monkeypatch, 0, device=torch.device("cpu"))
     assert settled(monkeypatch, 1 << 40, setting="on", device=torch.device("cpu"))
     assert not settled(monkeypatch, 0, setting="off")

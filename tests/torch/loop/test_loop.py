@@ -19,7 +19,7 @@ def test_names_are_unique_and_are_what_a_consumer_name_can_be_made_of() -> None:
     assert all(name.isalpha() and name.islower() for name in names), "a dash divides stage and worker"
 
 
-def test_every_record_is_produced_and_what_no_stage_reads_is_for_eyes() -> None:
+def test_every_record_has_a_producer_and_a_reader() -> None:
     assert set(get_args(Record)) == PRODUCED | set(loop.OF_A_PROCESS)
     signals = {record for record, kind in loop.KINDS.items() if kind == "signal"}
     unread = {record for record in get_args(Record) if not loop.consumers_of(record)}
@@ -34,13 +34,13 @@ def test_every_record_has_a_kind() -> None:
 
 
 @pytest.mark.parametrize("stage", loop.STAGES, ids=lambda stage: stage.name)
-def test_who_unblocks_a_stage_produces_what_it_consumes(stage: loop.Stage) -> None:
+def test_unblocked_by_lists_the_producers_of_what_a_stage_consumes(stage: loop.Stage) -> None:
     producers = {other.name for other in loop.STAGES if set(other.produces) & set(stage.consumes)}
     assert set(stage.unblocked_by) == producers
 
 
 @pytest.mark.parametrize("observer", loop.OBSERVERS, ids=lambda stage: stage.name)
-def test_observers_only_look_on(observer: loop.Stage) -> None:
+def test_observers_produce_nothing_and_block_no_stage(observer: loop.Stage) -> None:
     assert observer.produces == ()
     assert all(observer.name not in stage.unblocked_by for stage in loop.STAGES)
     assert set(observer.unblocked_by) <= {s.name for s in loop.STAGES if set(s.produces) & set(observer.consumes)}

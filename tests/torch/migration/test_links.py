@@ -22,7 +22,7 @@ class TestLinks(LinkContract):
         return make_landing(self.kind, **settings)
 
 
-def test_the_first_way_that_both_share_is_taken() -> None:
+def test_auto_takes_the_first_link_that_both_ends_share() -> None:
     landing = make_landing("auto")
     sending = open_sending(landing.offer)
     assert type(sending).__name__ == "MemorySending"
@@ -33,11 +33,11 @@ def test_the_first_way_that_both_share_is_taken() -> None:
 @pytest.mark.parametrize(
     "offer", ["", "[]", "{}", '{"token": 1, "ways": []}', '{"token": "zz", "ways": [{}]}', "[" * 9999]
 )
-def test_an_offer_that_is_none_is_refused(offer: str) -> None:
-    with pytest.raises(LinkError, match="offer: is none of a link"):
+def test_an_invalid_offer_is_refused(offer: str) -> None:
+    with pytest.raises(LinkError, match="offer: is not a link's offer"):
         open_sending(offer)
 
 
-def test_an_unknown_kind_is_named() -> None:
+def test_an_unknown_link_is_refused_with_a_suggestion() -> None:
     with pytest.raises(InvalidRequest, match="did you mean tcp"):
         make_landing("tcpp")

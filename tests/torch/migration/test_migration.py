@@ -35,7 +35,7 @@ pytestmark = pytest.mark.turns(parts=2)
 @pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("kind", ["memory", "shm", "tcp"])
 @pytest.mark.parametrize("speculation", ["off", TREE, SUFFIX])
-async def test_moved_while_both_decode_the_bits_are_those_of_one_engine(kind: str, speculation: Any) -> None:
+async def test_sequences_moved_while_both_engines_decode_keep_their_bits(kind: str, speculation: Any) -> None:
     rng = np.random.default_rng(5)
     async with generators(kind=kind, **LONG | {"speculation": speculation}) as made:
         names = [str(seed) for seed in range(4)]
@@ -56,7 +56,7 @@ async def test_moved_while_both_decode_the_bits_are_those_of_one_engine(kind: st
 
 
 @pytest.mark.parametrize("speculation", ["off", SUFFIX])
-async def test_how_far_a_sequence_is_both_ends_say_alike_and_in_order(speculation: Any) -> None:
+async def test_both_ends_of_moves_report_growing_progress(speculation: Any) -> None:
     """Moving back and forth, counts of tokens, steps and moves only grow, to those of the finished sample."""
 
     async with generators(**LONG | {"speculation": speculation}) as made:
@@ -86,7 +86,7 @@ ASK = messages.Ask(move="m", sample="x", number=1, source="s", destination="d")
 QUESTIONED = messages.to_bytes(ASK)
 
 
-async def test_only_a_generator_is_asked(tmp_path: Path) -> None:
+async def test_only_a_generator_may_receive_sequences(tmp_path: Path) -> None:
     """Any stage could claim that a generator is at its address."""
     create_credentials(tmp_path, ["generator", "reward"])
 
@@ -95,7 +95,7 @@ async def test_only_a_generator_is_asked(tmp_path: Path) -> None:
     peer = Peer(name="generator-1", address=server.address, incarnation="d")
     control = StreamControl(client_tls(tmp_path, "generator"), answerers=["generator"])
     try:
-        with pytest.raises(NoReply, match="reward may take no sequences"):
+        with pytest.raises(NoReply, match="reward may not receive sequences"):
             await control.ask(peer, QUESTIONED)
     finally:
         control.close()
@@ -103,7 +103,9 @@ async def test_only_a_generator_is_asked(tmp_path: Path) -> None:
 
 
 def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.msg.startswith("a question of a move refused")]
+    return [
+        record.getMessage() for record in caplog.records if record.msg.startswith("a request about a move is refused")
+    ]
 
 
 async def gone(message: bytes) -> bytes:
@@ -118,7 +120,7 @@ async def test_only_generators_of_the_run_may_ask(tmp_path: Path, caplog: pytest
         with asking(tmp_path / "ours") as control:
             reply = messages.reply(await control.ask(peer, QUESTIONED))
             assert isinstance(reply, messages.Gone)
-            with pytest.raises(NoReply, match="no question"):
+            with pytest.raises(NoReply, match="is not a request"):
                 await control.ask(peer, messages.to_bytes(reply))
             with pytest.raises(NoReply, match="malformed"):
                 await control.ask(peer, b"nonsense")
@@ -136,7 +138,7 @@ async def test_only_generators_of_the_run_may_ask(tmp_path: Path, caplog: pytest
         assert len(said) == 2 + 1 + 3, "two strangers, and the one that never shakes hands"
 
 
-async def test_who_does_not_answer_in_time_is_not_waited_for() -> None:
+async def test_a_call_without_a_reply_ends_at_its_timeout() -> None:
     never = asyncio.Event()
     ended = asyncio.Event()
 
@@ -183,7 +185,9 @@ def frame(content: bytes, *, kind: int = QUESTION, length: int | None = None) ->
 @pytest.mark.parametrize(
     "sent", [frame(b"", length=MOST_FRAME_BYTES + 1), frame(b"x", kind=9), b"GET / HTTP/1.1\r\n\r\n"]
 )
-async def test_what_is_no_question_is_refused_and_hung_up_on(sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_invalid_frame_is_refused_and_the_connection_closed(
+    sent: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     async with served(gone) as (peer, _):
         stranger = await connected(peer)
         stranger.writer.write(sent)
@@ -196,16 +200,16 @@ async def test_what_is_no_question_is_refused_and_hung_up_on(sent: bytes, caplog
 
 
 @pytest.mark.parametrize("sent", [b"", frame(QUESTIONED)[:5], frame(QUESTIONED)[:-1], frame(QUESTIONED) + b"\0"])
-async def test_half_a_frame_is_not_waited_for(sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_incomplete_frame_times_out(sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
     async with served(gone, frame_seconds=0.2) as (peer, _):
         stranger = await connected(peer)
         stranger.writer.write(sent)
         await stranger.read()
         [refused] = refusals(caplog)
-        assert "no whole frame in time" in refused
+        assert "no complete frame in time" in refused
 
 
-async def test_bytes_one_by_one_win_no_time(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_frame_sent_byte_by_byte_times_out(caplog: pytest.LogCaptureFixture) -> None:
     async with served(gone, frame_seconds=0.3) as (peer, _):
         stranger = await connected(peer)
         reading = asyncio.create_task(stranger.read())
@@ -214,10 +218,10 @@ async def test_bytes_one_by_one_win_no_time(caplog: pytest.LogCaptureFixture) ->
             await asyncio.wait([reading], timeout=0.05)
             assert stranger.writer.transport.get_write_buffer_size() == 0 or reading.done()
         [refused] = refusals(caplog)
-        assert "no whole frame in time" in refused or "a frame of" in refused
+        assert "no complete frame in time" in refused or "a frame of" in refused
 
 
-async def test_a_frame_in_pieces_and_two_at_once_are_heard() -> None:
+async def test_split_and_joined_frames_are_answered() -> None:
     async with served(gone) as (peer, _):
         stranger = await connected(peer)
         whole = frame(QUESTIONED)
@@ -230,7 +234,7 @@ async def test_a_frame_in_pieces_and_two_at_once_are_heard() -> None:
         assert len(said) == 2 * (HEADER.size + length)
 
 
-async def test_one_question_waits_for_none_before_it_and_too_many_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_slow_question_blocks_no_other_and_too_many_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     last = asyncio.Event()
 
     async def answer(message: bytes) -> bytes:
@@ -250,7 +254,7 @@ async def test_one_question_waits_for_none_before_it_and_too_many_are_refused(ca
             last.set()
             assert await asyncio.gather(*slow) == [str(number).encode() for number in range(64)]
         [refused] = refusals(caplog)
-        assert "too many at once" in refused
+        assert "too many requests at once" in refused
 
 
 async def test_a_server_that_dies_is_no_reply_and_its_next_life_is_found() -> None:
@@ -277,7 +281,7 @@ async def test_a_server_that_dies_is_no_reply_and_its_next_life_is_found() -> No
                 await control.ask(Peer(name="", address=address, incarnation=""), QUESTIONED)
 
 
-async def test_a_reply_that_is_none_is_no_reply() -> None:
+async def test_an_invalid_reply_counts_as_no_reply() -> None:
     async def lie(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readexactly(HEADER.size)
         writer.write(frame(b"", length=MOST_FRAME_BYTES + 1))
@@ -290,7 +294,7 @@ async def test_a_reply_that_is_none_is_no_reply() -> None:
             await control.ask(Peer(name="", address=f"{host}:{port}", incarnation=""), QUESTIONED)
 
 
-async def test_a_direct_call_passes_on_what_is_no_message() -> None:
+async def test_a_direct_call_raises_the_error_of_a_malformed_message() -> None:
     direct = DirectControl()
     direct.serve("a", gone)
     with pytest.raises(MalformedRecord):
@@ -347,7 +351,9 @@ def check_bits(made: list[Generator], *, lost: tuple[str, ...] = ()) -> None:
     [(messages.Reserve, {"kept"}), (messages.Range, {"kept"}), (messages.HandOver, {"kv", "kept"}),
      (messages.Settled, {"kv"})],
 )  # fmt: skip
-async def test_a_control_that_fails_at_any_message(kind: type[messages.MoveMessage], when: str, how: set[str]) -> None:
+async def test_a_move_survives_a_control_that_fails_at_any_message(
+    kind: type[messages.MoveMessage], when: str, how: set[str]
+) -> None:
     control = Struck(kind, when)
     async with generators(control=control, **LONG) as made:
         moved = await one_move(made)
@@ -360,7 +366,7 @@ async def test_a_control_that_fails_at_any_message(kind: type[messages.MoveMessa
     check_bits(made)
 
 
-async def test_nobody_says_whether_it_was_taken() -> None:
+async def test_a_source_that_never_learns_the_outcome_counts_the_sample_as_lost() -> None:
     """The destination has the sequence; its source is cut off, and forgets it when it leaves."""
 
     control = Struck(messages.HandOver | messages.Ask, "back", times=1000)  # type: ignore[arg-type]
@@ -401,7 +407,7 @@ class BrokenSending:
 @pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("must_go", [False, True])
 @pytest.mark.parametrize("at", ["open", "room", "send", "lies"])
-async def test_a_link_that_fails(at: str, must_go: bool) -> None:
+async def test_a_failing_link_keeps_the_sequence_or_moves_its_tokens(at: str, must_go: bool) -> None:
     """The sequence stays or, from a leaving generator, moves its tokens without KV."""
 
     def links(index: int) -> Links:
@@ -457,7 +463,9 @@ KINDS = [messages.Reserve, messages.Range, messages.HandOver]
 @pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("strike", [preempted, other_weights_there, other_weights_here, cancelled, other_process])
-async def test_what_happens_at_one_end_meanwhile(strike: Strike, kind: type[messages.MoveMessage]) -> None:
+async def test_events_at_one_end_during_a_move_leave_every_sequence_right(
+    strike: Strike, kind: type[messages.MoveMessage]
+) -> None:
     control = Struck(kind, "")
     async with generators(control=control, **LONG) as made:
         control.before = lambda: strike(made)
@@ -479,7 +487,7 @@ async def test_what_happens_at_one_end_meanwhile(strike: Strike, kind: type[mess
         assert moved.how == ("kv" if kind is messages.HandOver else "kept"), "newer than there before it stopped"
 
 
-async def test_nobody_there_and_nothing_here() -> None:
+async def test_moves_to_unknown_peers_or_of_unknown_sequences_give_a_reason() -> None:
     async with generators(**LONG) as made:
         here, _ = made
         await here.submit("x", seed=3, max_tokens=TOKENS)

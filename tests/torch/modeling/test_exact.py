@@ -179,7 +179,7 @@ def test_packing_changes_no_bit(kind: str, order: list[int], count: int, num_thr
 
 
 @pytest.mark.parametrize("layer", ["o_proj", "mlp", "input_layernorm"])
-def test_a_layer_on_torch_would_be_noticed(layer: str) -> None:
+def test_the_comparison_detects_one_layer_in_torch_arithmetic(layer: str) -> None:
     """One layer of many in torch's arithmetic must make the comparison fail."""
     model = wider_model()
     batch, untempered, _ = generate(make_generator(model), 1)
@@ -420,5 +420,5 @@ def test_vectors_read_by_other_code_than_their_modules_are_refused_in_bfloat16(d
         ExactForward(model, 1.0, max_context=64, dtype=dtype)
 
 
-def test_modules_that_do_not_run_matter_to_nobody() -> None:
+def test_modules_that_do_not_run_are_not_checked() -> None:
     ExactForward(prepared(tiny_model(tiny_config("whisper")), max_context=64), 1.0, max_context=64, dtype="bfloat16")

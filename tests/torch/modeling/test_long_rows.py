@@ -74,7 +74,7 @@ def test_the_error_in_bfloat16_does_not_grow_with_the_position(family: str) -> N
 
 
 @pytest.mark.whole("rows of thousands of tokens")
-def test_nor_does_it_where_the_engine_computes_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_does_not_grow_if_the_engine_computes_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner.ModelRunner, "activation_dtype", property(lambda self: self.config.dtype))
     model = sharp_model("llama")
     wanted = in_float32(copy.deepcopy(model))

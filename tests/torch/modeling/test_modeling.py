@@ -63,7 +63,7 @@ def test_packed_log_probs_and_gradients_are_those_of_single_sequences(kind: str)
         assert (parameter.grad - theirs[name]).abs().max() < 1e-5 * largest, name
 
 
-def test_logits_in_parts_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_computed_in_parts_give_the_same_log_probs_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = TorchForward(model := prepared(random_model("qwen2", seed=3)), 0.9)
 
     def run() -> tuple[TokenLogProbs, torch.Tensor]:
@@ -113,14 +113,14 @@ def test_fused_attention_equals_the_written_out_one(window: int | None) -> None:
     assert torch.allclose(_sdpa(query, key, value, 0.3, spec), slow, atol=1e-6)
 
 
-def test_sinks_take_their_share() -> None:
+def test_attention_sinks_take_their_share_of_the_softmax() -> None:
     value = torch.ones(1, 2, 4, 8)
     query = key = torch.zeros(1, 2, 4, 8)
     out = explicit_attention(query, key, value, 1.0, attention_spec(), 0.0, torch.zeros(2))
     assert torch.allclose(out[0, 0, :, 0], torch.tensor([1 / 2, 2 / 3, 3 / 4, 4 / 5]))
 
 
-def test_what_attention_does_not_know_is_refused() -> None:
+def test_an_unknown_argument_of_attention_is_refused() -> None:
     tensor = torch.zeros(1, 1, 1, 8)
     with pytest.raises(UnsupportedModel, match="position_bias"):
         attend(torch.nn.Identity(), tensor, tensor, tensor, None, position_bias=tensor)
@@ -132,7 +132,7 @@ def test_a_packed_model_refuses_rows_without_a_layout() -> None:
         model(torch.tensor([[1, 2, 3]]))
 
 
-def test_a_model_that_does_more_to_its_logits_is_refused() -> None:
+def test_a_model_that_changes_its_logits_in_a_hook_is_refused() -> None:
     model = random_model("llama", seed=1)
 
     def shift(module: Any, given: Any, out: Any) -> None:
@@ -150,7 +150,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def test_policy_and_reference_begin_as_one(folder: str) -> None:
+def test_policy_and_reference_begin_with_the_same_weights(folder: str) -> None:
     policy, reference = load_policy(job.Model(path=folder)), load_reference(job.Model(path=folder))
     assert digest(policy.state_dict()) == digest(reference.state_dict())
     assert all(parameter.requires_grad for parameter in policy.parameters())
@@ -196,14 +196,14 @@ def test_a_damaged_critic_folder_is_named(folder: str, tmp_path: Path) -> None:
             load_critic(job.Model(path=folder, critic=str(tmp_path)))
 
     config.write_text(json.dumps(right | {"hidden_size": 56, "head_dim": 14}))
-    refused("is no critic that can be loaded: size mismatch for score")
+    refused("is not a loadable critic: size mismatch for score")
     config.write_text("[1]")
-    refused("is no critic that can be loaded")
+    refused("is not a loadable critic")
     config.write_text(json.dumps(right))
     save_file({name: tensor for name, tensor in tensors.items() if "norm" not in name}, file)
     refused(r"its checkpoint lacks \d+ weights: trunk\.layers\.0")
     file.write_bytes(file.read_bytes()[:-10])
-    refused("is no critic that can be loaded: Error while")
+    refused("is not a loadable critic: Error while")
 
 
 def test_lora_begins_as_the_base_and_merges_into_plain_names() -> None:
@@ -258,7 +258,7 @@ def test_a_digest_is_of_names_types_shapes_and_bytes() -> None:
 SECOND = Ranks(rank=1, num_ranks=2)
 
 
-def test_a_part_is_of_heads_and_rows_and_tied_weights_stay_so() -> None:
+def test_cutting_takes_heads_and_rows_and_keeps_tied_weights_tied() -> None:
     model, whole = random_model("llama-tied", seed=0), random_model("llama-tied", seed=0).state_dict()
     cut(model, SECOND, field="model")
     assert model.lm_head.weight is model.get_input_embeddings().weight
@@ -276,11 +276,11 @@ def test_a_part_is_of_heads_and_rows_and_tied_weights_stay_so() -> None:
 @pytest.mark.parametrize(
     ("kind", "num_ranks", "said"),
     [
-        ("phi3", 2, "cannot be cut over 2 processes: Phi3ForCausalLM wants"),
+        ("phi3", 2, "cannot be cut over 2 processes: Phi3ForCausalLM needs"),
         ("llama", 4, "cannot be cut over 4 processes: num_key_value_heads is 2"),
     ],
 )
-def test_what_cannot_be_cut_is_refused_by_name_and_left_whole(kind: str, num_ranks: int, said: str) -> None:
+def test_a_model_that_cannot_be_cut_is_refused_and_left_whole(kind: str, num_ranks: int, said: str) -> None:
     model = random_model(kind, seed=0)
     with pytest.raises(InvalidRequest, match=said):
         cut(model, Ranks(rank=1, num_ranks=num_ranks), field="spec.model.path")
@@ -288,7 +288,7 @@ def test_what_cannot_be_cut_is_refused_by_name_and_left_whole(kind: str, num_ran
     assert sum(map(torch.numel, model.parameters())) == sum(map(torch.numel, random_model(kind, seed=0).parameters()))
 
 
-def test_a_place_that_no_rank_wrote_is_found(tmp_path: Path) -> None:
+def test_a_missing_piece_of_a_stored_tensor_is_found(tmp_path: Path) -> None:
     quarters = [Piece(path=tmp_path, start=(row, column), shape=(2, 3)) for row in (0, 2) for column in (0, 3)]
     for missing, place in enumerate(((0, 0), (0, 3), (2, 0), (2, 3))):
         kept = tuple(piece for number, piece in enumerate(quarters) if number != missing)

@@ -28,7 +28,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     one_call.agrees.cache_clear()
 
 
-def test_it_is_asked_as_torch_has_it() -> None:
+def test_our_call_matches_the_signature_of_varlen_attn() -> None:
     ours, theirs = (inspect.signature(function).parameters for function in (played, varlen.varlen_attn))
     assert [theirs[name].kind for name in ours] == [parameter.kind for parameter in ours.values()]
 
@@ -38,7 +38,7 @@ groups = st.lists(st.tuples(st.integers(1, 20), st.lists(st.integers(1, 9), max_
 
 @examples(20, whole=200)
 @given(groups=groups, window=st.none() | st.integers(1, 12), kv_heads=st.sampled_from([1, 2, 4]))
-def test_it_is_attention_part_by_part(groups: Any, window: int | None, kv_heads: int) -> None:
+def test_one_call_equals_attention_part_by_part(groups: Any, window: int | None, kv_heads: int) -> None:
     """Numbers and gradients are equal, also for shared prompts."""
     parts: list[RowPart] = []
     for prompt, answers in groups:
@@ -56,7 +56,7 @@ def test_it_is_attention_part_by_part(groups: Any, window: int | None, kv_heads:
 
 
 @pytest.mark.parametrize("recompute", ["off", "on"])
-def test_a_learner_learns_the_same(flash: None, monkeypatch: pytest.MonkeyPatch, recompute: str) -> None:
+def test_a_learner_learns_the_same_with_one_call(flash: None, monkeypatch: pytest.MonkeyPatch, recompute: str) -> None:
     """This covers autocast, where RoPE makes queries float32 again, and recomputed layers."""
     settings = spec(autocast="bfloat16", activationCheckpointing=recompute)
     heads = learner(settings)._policy.config.head_dim
@@ -83,14 +83,14 @@ def test_a_learner_learns_the_same(flash: None, monkeypatch: pytest.MonkeyPatch,
         (torch.bfloat16, 512, 512, None, False), (torch.bfloat16, 16, 8, None, False),
     ],
 )  # fmt: skip
-def test_what_it_does_not_know_is_left_to_the_twin(
+def test_unsupported_attention_is_left_to_the_twin(
     flash: None, dtype: torch.dtype, dim: int, value_dim: int, chunk: int | None, is_taken: bool
 ) -> None:
     row = [torch.zeros(1, heads, 4, size, dtype=dtype) for heads, size in ((4, dim), (2, dim), (2, value_dim))]
     assert one_call.takes(*row, attention_spec(chunk=chunk), _by_parts) is is_taken
 
 
-def test_a_device_that_computes_something_else_is_found_out(
+def test_a_device_with_a_wrong_attention_is_detected(
     flash: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     row = [torch.randn(1, heads, 4, 16, dtype=torch.bfloat16) for heads in (4, 2, 2)]
@@ -102,5 +102,5 @@ def test_a_device_that_computes_something_else_is_found_out(
         assert said in caplog.text
 
 
-def test_a_cpu_has_none() -> None:
+def test_a_cpu_has_no_flash_attention() -> None:
     assert not kernel.has_flash(torch.device("cpu"))

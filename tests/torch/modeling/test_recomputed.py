@@ -34,7 +34,7 @@ same_bits = partial(same_weights, tolerance=0.0)
 
 
 @pytest.mark.parametrize("kind", MODEL_KINDS)
-def test_gradients_are_the_same_bits(kind: str) -> None:
+def test_recomputed_gradients_have_the_same_bits(kind: str) -> None:
     kept = gradients(forward := TorchForward(prepared(random_model(kind, seed=1)), 0.7))
     recomputed.recompute(forward.parts.trunk)
     same_bits(gradients(forward), kept)
@@ -62,13 +62,13 @@ def test_dropout_of_an_update_is_drawn_the_same_again() -> None:
     same_bits(gradients(forward), kept)
 
 
-def test_layers_are_recomputed_and_not_what_is_listed_in_them() -> None:
+def test_only_whole_layers_are_recomputed() -> None:
     trunk = prepared(tiny_model(tiny_config("longcat_flash"))).model  # a layer has a list of two attentions
     recomputed.recompute(trunk)
     assert [part for part in trunk.modules() if isinstance(part.forward, partial)] == list(trunk.layers)
 
 
-def test_far_fewer_bytes_are_kept() -> None:
+def test_recomputing_keeps_far_fewer_bytes() -> None:
     forward = TorchForward(prepared(random_model("llama", seed=1)), 1.0)
     kept = recomputed.bytes_kept(lambda: forward.hidden(batch()))
     recomputed.recompute(forward.parts.trunk)
@@ -76,7 +76,7 @@ def test_far_fewer_bytes_are_kept() -> None:
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_what_a_row_keeps_is_told_from_two_short_ones(autocast: bool) -> None:
+def test_activation_bytes_of_a_row_are_predicted(autocast: bool) -> None:
     forward = TorchForward(prepared(random_model("llama", seed=1)), 1.0)
     row = pack_sequences([tuple(range(40))] * 4, [tuple(range(50, 90))] * 4)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -85,7 +85,7 @@ def test_what_a_row_keeps_is_told_from_two_short_ones(autocast: bool) -> None:
     assert abs(told - found) < 0.05 * found
 
 
-def test_where_memory_grows_with_length_squared_it_is_not_told() -> None:
+def test_quadratic_activation_memory_is_not_predicted() -> None:
     assert recomputed.activation_bytes(prepared(random_model("gemma2", seed=1)).model, 64) is None
 
 
@@ -97,5 +97,5 @@ def learnt(name: str, **training: Any) -> str:
 
 
 @pytest.mark.parametrize("training", [{}, {"fuse": "auto"}, {"autocast": "bfloat16"}])
-def test_a_learner_learns_the_same(training: dict[str, Any]) -> None:
+def test_a_learner_with_recomputation_learns_the_same(training: dict[str, Any]) -> None:
     assert learnt("ppo", activationCheckpointing="on", **training) == learnt("ppo", **training)

@@ -61,7 +61,7 @@ def test_a_prompt_is_run_once_and_its_last_row_predicts_every_first_token() -> N
     assert batch.targets.tolist() == [1, 2, 3, 4, 8, 9, 1, 2]
 
 
-def test_an_answer_without_siblings_is_laid_out_as_ever() -> None:
+def test_an_answer_without_siblings_is_packed_without_sharing() -> None:
     prompts, responses = [(5, 6), (7,), (5, 6)], [(1, 2, 3), (4,), (8, 9)]
     slow, shared = (pack_sequences(prompts, responses, share_prompts=share) for share in (False, True))
     assert slow.parts == shared.parts == (RowPart(4), RowPart(1), RowPart(3))
@@ -136,7 +136,7 @@ def test_the_exact_forward_gives_the_slow_twins_bits(kind: str, dtype: str) -> N
 @pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("tokens_per_micro_batch", [4096, 40])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_an_update_is_the_slow_twins(name: str, tokens_per_micro_batch: int) -> None:
+def test_an_update_with_shared_prompts_equals_one_without(name: str, tokens_per_micro_batch: int) -> None:
     plain = {"optimizer": {"name": "SGD", "learningRate": 0.01}, "criticOptimizer": {"name": "SGD"}}
     plain |= {"tokensPerMicroBatch": tokens_per_micro_batch, "miniBatches": 2}
     shared, slow = (learner(spec(name, sharePrompts=share, **plain)) for share in (True, False))

@@ -78,7 +78,7 @@ def test_tensorboard_forgets_the_steps_that_are_done_again(tmp_path: Path) -> No
     assert points == [(1, 0.5), (2, 0.5), (3, 0.75)]
 
 
-def test_nothing_is_reported_unasked(tmp_path: Path) -> None:
+def test_without_trackers_no_events_are_written(tmp_path: Path) -> None:
     with a_folder(tmp_path, a_job()) as folder, Trackers(a_job(), folder) as trackers:
         trackers.step(example_step())
     assert not folder.events.exists()

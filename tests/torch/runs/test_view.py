@@ -29,7 +29,7 @@ from rlhfspec.training.checkpoint import CheckpointStore
 HOSTILE = "\x1b[2J\x1b]0;owned\x07 \x9b31m \x00 \x08\x08 \r \u202e \u2028 \u2029 [red]not markup[/red] :smile: \ud800"
 
 
-def test_the_picture_says_everything() -> None:
+def test_the_live_view_shows_all_numbers_of_the_run() -> None:
     console = terminal()
     text = "\n".join(picture(a_full_view(console), console))
     for said in (
@@ -76,7 +76,7 @@ def test_of_many_processes_those_that_have_something_to_tell_are_shown() -> None
 @pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
 @pytest.mark.parametrize("texts", ["12+34", "漢字" * 60, HOSTILE, "x" * 500, "line\n" * 50, ""])
-def test_the_picture_fits(width: int, texts: str) -> None:
+def test_the_live_view_fits_the_terminal(width: int, texts: str) -> None:
     console = terminal(width)
     lines = picture(a_full_view(console, texts=texts, strategy=texts), console)
     assert len(lines) < console.height, "the cursor needs a line of its own"
@@ -99,7 +99,7 @@ def test_the_picture_begins_empty_and_small() -> None:
 
 @given(st.text() | st.text(alphabet=st.characters(max_codepoint=0x9F)))
 @example(HOSTILE)
-def test_no_character_commands_the_terminal(text: str) -> None:
+def test_visible_text_has_no_control_characters(text: str) -> None:
     safe = visible(text)
     assert all(character == "\n" or unicodedata.category(character)[0] != "C" for character in safe)
     assert safe.count("\n") == text.count("\n")
@@ -130,7 +130,7 @@ def test_hostile_text_is_harmless_in_the_picture() -> None:
     assert "[red]" in text
 
 
-def test_plain_lines_where_there_is_no_terminal() -> None:
+def test_without_a_terminal_the_view_prints_plain_lines() -> None:
     view, hand = a_view(console := Console(file=io.StringIO(), width=80), steps=3)
     with view:
         for step in (1, 2, 3):
@@ -190,7 +190,7 @@ def test_the_mode_follows_the_terminal() -> None:
         a_view(terminal(encoding="ascii"), view="live")
 
 
-def test_off_says_nothing() -> None:
+def test_view_off_prints_nothing() -> None:
     view, _ = a_view(console := terminal(), view="off")
     with view:
         view.step(example_step())
@@ -198,7 +198,7 @@ def test_off_says_nothing() -> None:
     assert written(console) == ""
 
 
-def test_the_live_picture_comes_and_stays() -> None:
+def test_the_last_live_picture_stays_on_the_screen() -> None:
     view, _ = a_view(console := terminal())
     with view:
         view.step(example_step(step=1))
@@ -279,7 +279,7 @@ def test_eta_counts_down_within_a_step_and_never_below_the_next() -> None:
     assert view.progress.eta_seconds == pytest.approx(34.2)
 
 
-def test_history_goes_on() -> None:
+def test_a_resumed_run_shows_its_earlier_steps() -> None:
     view, _ = a_view(console := terminal(), steps=9)
     view.progress.history([example_step(step=step, reward=0.1) for step in (1, 2, 3)])
     view.step(example_step(step=4, reward=0.4))

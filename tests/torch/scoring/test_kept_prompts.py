@@ -136,7 +136,7 @@ def test_no_order_no_error_and_no_lack_of_memory_changes_a_reference_score(
 @pytest.mark.on_the_cpu(BY_COMPANY)
 @settings(max_examples=15, deadline=None)
 @given(asked=st.lists(mostly_samples, min_size=1, max_size=16))
-def test_new_weights_of_the_critic_forget_what_was_run_with_the_old_ones(asked: list[tuple[int, int] | int]) -> None:
+def test_new_weights_of_the_critic_clear_the_kept_prompts(asked: list[tuple[int, int] | int]) -> None:
     keeping, whole = values_of(keep_prompts=True), values_of(keep_prompts=False)
     for place, sample in enumerate(asked):
         if place == 0 or isinstance(sample, int):
@@ -150,7 +150,7 @@ def test_new_weights_of_the_critic_forget_what_was_run_with_the_old_ones(asked: 
 
 
 @pytest.mark.on_the_cpu("forwards of one shape leave no neighbours to depend on")
-def test_where_bits_depend_on_the_rows_of_a_forward_a_kept_prompt_leads_to_the_same_ones() -> None:
+def test_kept_prompts_give_the_same_bits_where_bits_depend_on_other_rows() -> None:
     """On a GPU this is so, and all batches must be cut alike."""
     scorer = row_sensitive_scorer(CONTEXT)
     pairs = [(prompt, answer) for answer in ANSWERS for prompt in PROMPTS]
@@ -199,7 +199,7 @@ def tokens_run(scorer: LogProbScorer, pairs: Sequence[tuple[list[int], list[int]
     return sum(numbers)
 
 
-def test_a_prompt_is_run_once_for_its_answers_also_when_those_of_others_come_between() -> None:
+def test_a_prompt_is_run_once_for_answers_that_do_not_come_in_a_row() -> None:
     scorer = LogProbScorer(random_model("llama", seed=2), temperature=1.0, max_context=CONTEXT)
     prompts, answers = [PROMPTS[0], PROMPTS[2], PROMPTS[4]], [[7, 8, 9], [10, 11, 12], [3, 4, 5]]
     pairs = [(prompt, answer) for answer in answers for prompt in prompts]
@@ -210,7 +210,7 @@ def test_a_prompt_is_run_once_for_its_answers_also_when_those_of_others_come_bet
 
 
 @pytest.mark.on_the_cpu("elsewhere there is room for what runs together too")
-def test_what_is_kept_takes_so_many_bytes_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_prompts_take_a_bounded_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """One sequence always fits; kept prompts take what is left."""
     sizes = {}
     for spare_bytes in (0, 100_000, 1 << 40):

@@ -85,7 +85,7 @@ def test_a_function_cannot_change_what_another_one_sees(desk: Desk) -> None:
 @pytest.mark.parametrize(
     "value", [1, 1.0, True, Fraction(2, 2), np.float32(1), np.bool_(True), np.array(1.0), torch.tensor(1.0)], ids=repr
 )
-def test_numbers(value: object) -> None:
+def test_numbers_of_any_type_are_accepted_as_rewards(value: object) -> None:
     assert number(value, "it") == 1.0
     assert type(number(value, "it")) is float
 
@@ -106,7 +106,7 @@ def test_numbers(value: object) -> None:
     ],
     ids=repr,
 )
-def test_what_is_no_number(value: object, problem: str) -> None:
+def test_a_reward_that_is_no_number_is_refused(value: object, problem: str) -> None:
     with pytest.raises(CallFailed) as failure:
         number(value, "it")
     assert failure.value.problem == problem
@@ -114,7 +114,7 @@ def test_what_is_no_number(value: object, problem: str) -> None:
 
 
 @pytest.mark.parametrize("values", [[1.0, 2.0], (1, 2.0), np.array([1, 2]), torch.tensor([1.0, 2.0])], ids=repr)
-def test_lists_of_numbers(values: object) -> None:
+def test_lists_of_numbers_of_any_type_are_accepted_as_rewards(values: object) -> None:
     assert numbers_of(values, [sample(replica=0), sample(replica=1)]) == [1.0, 2.0]
 
 
@@ -170,7 +170,7 @@ def test_a_dropped_sample_says_why_and_has_no_value(desk: Desk, caplog: pytest.L
     assert caplog.text.count("is left out") == 1, "a step whose source is down tells it once"
 
 
-def test_fail_is_stronger_than_drop(desk: Desk) -> None:
+def test_an_error_of_policy_fail_wins_over_one_of_policy_drop(desk: Desk) -> None:
     desk.write("def bad(completion): raise ValueError('no')\ndef worse(completion): return None")
     with pytest.raises(RewardError, match="'worse'"):
         run(desk.sources({"function": "rewards:bad", "onError": "drop"}, {"function": "rewards:worse"}))
@@ -196,7 +196,7 @@ def reward(completion):
     assert 0.5 <= desk.naps.seconds[0] < 1.0 <= desk.naps.seconds[1] < 2.0 <= desk.naps.seconds[2] < 4.0
 
 
-def test_a_source_that_fails_is_told_of_while_it_is_tried_again(desk: Desk) -> None:
+def test_a_failing_source_is_reported_while_it_is_retried(desk: Desk) -> None:
     code = """
 calls = []
 def reward(completion):
@@ -215,7 +215,7 @@ def reward(completion):
     assert told == [f"reward 'reward': {failed}", f"reward 'reward': {returned}", ""]
 
 
-def test_a_wrong_answer_is_not_asked_for_again(desk: Desk) -> None:
+def test_a_wrong_answer_of_a_source_is_not_retried(desk: Desk) -> None:
     with pytest.raises(RewardError, match=r"None, not a number$"):
         desk.score("def reward(completion): return None", retries=5)
     assert desk.naps.seconds == []
@@ -243,7 +243,7 @@ async def reward(completion):
     assert desk.score(code, timeoutSeconds=0.5, retries=1)[0].values == (7.0,)
 
 
-def test_so_many_calls_run_at_a_time_and_no_more(desk: Desk) -> None:
+def test_concurrent_calls_of_a_source_are_limited(desk: Desk) -> None:
     code = """
 import threading
 lock, running, most = threading.Lock(), 0, 0
@@ -261,7 +261,7 @@ def reward(completion):
     assert max(score.values for score in scores) == (2.0,)
 
 
-def test_sources_run_at_once(desk: Desk) -> None:
+def test_sources_run_concurrently(desk: Desk) -> None:
     desk.write(
         "import threading\nboth = threading.Barrier(2, timeout=60)\ndef reward(completion): return both.wait() * 0"
     )
@@ -297,7 +297,7 @@ def test_combinations_equal_their_definitions(pairs: list[tuple[float, float]]) 
     assert combine("product", weights, values) == pytest.approx(terms.prod())
 
 
-def test_names(desk: Desk) -> None:
+def test_sources_get_unique_names_without_secrets(desk: Desk) -> None:
     desk.write("def reward(completion): return 0.0")
     http = {"type": "http", "url": "https://me:secret@judge.example:8443/v1/score?key=secret"}
     sources = desk.sources({"function": "rewards:reward"}, {"function": "rewards:reward"}, http)
@@ -350,7 +350,7 @@ def test_packages_beside_the_job_may_be_named_with_dots(desk: Desk) -> None:
         ("broken:reward", "importing 'broken' raised SyntaxError"),
         ("raising:reward", "importing 'raising' raised SystemExit: 3"),
         ("lacking:reward", "importing 'lacking' raised ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
-        ("rewards:by_place", "arguments are given by name; this one takes none"),
+        ("rewards:by_place", "arguments are passed by name, but this one is positional-only"),
         ("builtins:dict", "its signature cannot be read; wrap it in a def"),
     ],
 )
@@ -369,9 +369,7 @@ def test_columns_are_checked_once_the_data_is_known(desk: Desk) -> None:
     desk.write("def reward(completion, anser, hint=None): return 0")
     sources = desk.sources({"function": "rewards:reward"})
     sources.check_columns({"anser": ""})
-    with pytest.raises(
-        InvalidRequest, match=r"did you mean answer\? There are: prompt, completion, finish_reason, answer"
-    ):
+    with pytest.raises(InvalidRequest, match=r"did you mean answer\? Known: prompt, completion, finish_reason, answer"):
         sources.check_columns({"answer": ""})
     with pytest.raises(InvalidRequest, match="needs this column, and line 7 of the data lacks it"):
         sources.check_columns({"anser": "line 7", "hint": "line 2"})

@@ -79,9 +79,9 @@ def test_a_reward_model_scores_each_sample_as_if_alone(judge: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "field", "problem"),
     [
-        ({"path": "three"}, "label", "the model has 3 outputs: say which counts"),
-        ({"path": "three", "label": 3}, "label", "the model has 3 outputs, from 0"),
-        ({"path": "nowhere"}, "path", "is no sequence-classification model with a tokenizer"),
+        ({"path": "three"}, "label", "the model has 3 outputs: set the index of the reward"),
+        ({"path": "three", "label": 3}, "label", "must be < 3: the model has 3 outputs, counted from 0"),
+        ({"path": "nowhere"}, "path", "is not a sequence-classification model with a tokenizer"),
         ({"path": "none"}, "path", "has no trained classification head: score.weight missing"),
         ({"path": "one", "chatTemplate": True}, "chatTemplate", "the reward model's tokenizer has no template"),
     ],
@@ -97,7 +97,7 @@ def test_a_damaged_checkpoint_is_refused_at_the_start(judge: Path, tmp_path: Pat
     shutil.copytree(judge / "one", tmp_path / "torn")
     weights = tmp_path / "torn" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(InvalidRequest, match="is no sequence-classification model with a tokenizer"):
+    with pytest.raises(InvalidRequest, match="is not a sequence-classification model with a tokenizer"):
         RewardSources(Rewards.model_validate({"sources": [{"type": "model", "path": "torn"}]}), tmp_path)
 
 
@@ -131,7 +131,7 @@ ANSWERS = [tokens(4, 30), tokens(5, 1), [7, 0, 0], [0, 0]]
 @pytest.mark.parametrize(
     ("kind", "options"), [("llama", {}), ("mistral", {"sliding_window": 20, "num_key_value_heads": 2}), ("gpt2", {})]
 )
-def test_a_kept_prompt_leads_to_the_bits_of_one_that_was_not(kind: str, options: dict[str, Any]) -> None:
+def test_a_kept_prompt_gives_the_bits_of_a_fresh_one(kind: str, options: dict[str, Any]) -> None:
     """The order does not matter, and the numbers equal Hugging Face's own forward of the whole text."""
     kept, fresh = classifier(kind, **options), classifier(kind, **options)
     assert kept._keeps_prompts
@@ -172,7 +172,9 @@ def test_a_class_that_looks_ahead_runs_every_text_whole_and_says_so_once(caplog:
     with caplog.at_level("INFO"):
         model = classifier("bert")
         (said,) = [record.message for record in caplog.records if record.name.endswith("classifier")]
-        assert said.startswith("bert: every answer runs its prompt anew, for the model cannot go on behind one: ")
+        assert said.startswith(
+            "bert: every answer runs its prompt again, because the model cannot continue from a cached one: "
+        )
         assert torch.equal(model.logits(PROMPTS[0] + ANSWERS[0], 90), model._whole(PROMPTS[0] + ANSWERS[0]))
         assert len([record for record in caplog.records if record.name.endswith("classifier")]) == 1
 
@@ -197,7 +199,7 @@ def at_once(ask: Callable[[list[int]], torch.Tensor], texts: list[list[int]]) ->
 
 
 @pytest.mark.parametrize("kind", CLASSES)
-def test_what_waits_is_run_together_to_the_numbers_of_each_alone(second: ModuleType, kind: str) -> None:
+def test_waiting_texts_are_scored_together_with_the_numbers_of_each_alone(second: ModuleType, kind: str) -> None:
     alone = Classifier(classifying_model(kind), keep_prompts=True, name=kind)
     together = Classifier(there := classifying_model(kind).to(DEVICE), keep_prompts=True, name=kind)
     rows: list[int] = []
@@ -228,7 +230,7 @@ def test_a_class_that_cannot_tell_padding_runs_each_alone(second: ModuleType, ca
     model.forward = lambda rows, attention_mask=None, **options: forward(rows, **options)
     with caplog.at_level("INFO"):
         blind = Classifier(model.to(DEVICE), keep_prompts=True, name="blind")
-    assert "blind: every answer runs alone, for the model does not see that shorter ones beside it are padded" in (
+    assert "blind: every answer runs alone, because the model ignores that shorter ones beside it are padded" in (
         caplog.text
     )
     expected = Classifier(classifying_model("bert"), keep_prompts=True, name="bert")
@@ -257,7 +259,7 @@ def test_a_job_puts_its_model_on_the_device_in_its_precision(second: ModuleType,
 
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=12), min_size=1, max_size=12), st.integers(1, 40))
-def test_each_gets_its_own_row_and_no_forward_is_larger_than_allowed(texts: list[list[int]], most: int) -> None:
+def test_each_text_gets_its_own_row_and_forwards_are_bounded(texts: list[list[int]], most: int) -> None:
     sizes: list[tuple[int, int]] = []
 
     def sums(sequences: list[list[int]]) -> torch.Tensor:
@@ -270,7 +272,7 @@ def test_each_gets_its_own_row_and_no_forward_is_larger_than_allowed(texts: list
     assert all(count == 1 or count * longest <= most for count, longest in sizes)
 
 
-def test_a_forward_that_fails_is_told_to_the_sequence_that_makes_it_fail_and_to_no_other() -> None:
+def test_a_failing_forward_fails_only_the_text_that_causes_it() -> None:
     go_on = threading.Event()
 
     def sums(sequences: list[list[int]]) -> torch.Tensor:

@@ -81,7 +81,7 @@ def valued_once(kind: str, _dtype: str) -> tuple[Any, list[list[float]]]:
     num_threads=st.sampled_from([1, 2]),
     dtype=st.sampled_from(["float32", "bfloat16"]),
 )
-def test_a_score_is_the_samples_own(
+def test_the_score_of_a_sample_does_not_depend_on_others(
     once: Any, score: Any, kind: str, order: list[int], chunk: int, num_threads: int, dtype: str
 ) -> None:
     """History, chunk sizes and thread counts do not matter."""
@@ -124,7 +124,7 @@ def test_a_score_that_depends_on_its_neighbours_would_be_noticed() -> None:
 @needs_kernels
 @pytest.mark.on_the_cpu(BY_COMPANY)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_reference_begins_with_the_exact_trainers_own_numbers(dtype: str) -> None:
+def test_reference_log_probs_equal_those_of_the_exact_trainer(dtype: str) -> None:
     """The KL of an exactly on-policy job starts at exactly 0."""
     forward = ExactForward(prepared(random_model("llama", seed=2)), 0.7, max_context=CONTEXT, dtype=dtype)
     scorer = make_scorer(dtype=dtype)
@@ -176,7 +176,7 @@ def test_a_context_beyond_the_models_is_refused() -> None:
         LogProbScorer(random_model("llama", seed=0), temperature=1.0, max_context=513)
 
 
-def test_a_number_that_is_none_has_a_name_and_a_place() -> None:
+def test_a_log_prob_of_nan_is_named_with_its_position() -> None:
     model = random_model("llama", seed=2)
     model.model.embed_tokens.weight.data[42] = torch.nan
     scorer = LogProbScorer(model, temperature=1.0, max_context=CONTEXT)
@@ -213,7 +213,7 @@ def test_new_weights_give_the_values_of_a_new_scorer() -> None:
         scorer.load_weights(old.state_dict(), 2)
 
 
-def test_the_critic_is_left_alone() -> None:
+def test_a_value_scorer_does_not_change_the_critic() -> None:
     critic = make_critic("llama")
     before = copy.deepcopy(critic.state_dict())
     expected = values_reference(critic, *SAMPLES[2])

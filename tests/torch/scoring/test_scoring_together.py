@@ -50,7 +50,7 @@ def numbers_of(scorer: Any, pairs: list[Pair]) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_together_and_alone_are_the_same_bits(second: ModuleType, name: str) -> None:
+def test_samples_scored_together_have_the_bits_of_each_alone(second: ModuleType, name: str) -> None:
     scorer = MAKERS[name](DEVICE)
     assert (scorer.report.bits, scorer.at_once) == (OWN_BITS, 64)
     alone = []
@@ -68,14 +68,14 @@ def test_together_and_alone_are_the_same_bits(second: ModuleType, name: str) -> 
         np.testing.assert_allclose(found, wanted, atol=0.3 if "bfloat16" in name else 1e-4)
 
 
-def test_with_few_blocks_fewer_are_together_to_the_same_bits(second: ModuleType) -> None:
+def test_with_few_blocks_fewer_samples_are_scored_together(second: ModuleType) -> None:
     scorer = make_scorer(device=DEVICE)
     expected = scorer.log_probs_of(PAIRS)
     scorer._rows._kept = KeptPrompts(num_blocks=9, block_size=16)
     assert scorer.log_probs_of(PAIRS) == expected
 
 
-def test_what_is_wrong_with_one_is_its_own_result(second: ModuleType) -> None:
+def test_an_error_of_one_sample_does_not_affect_the_others(second: ModuleType) -> None:
     scorer = make_scorer(device=DEVICE)
     before = scorer.log_probs_of(PAIRS)
     poisoned = scorer._rows.runner.fused.model.model.embed_tokens.weight
@@ -105,12 +105,12 @@ def test_a_mixture_of_experts_runs_each_alone(second: ModuleType) -> None:
         np.testing.assert_allclose(found, wanted, atol=1e-4)
 
 
-def test_forwards_of_all_rows_there_are_give_other_bits(second: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forwards_of_varying_shape_give_other_bits(second: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device sums few rows in another order, hence the fixed shape."""
     scorer = make_scorer(device=DEVICE)
     monkeypatch.setattr(constant_shape, "_filled", lambda numbers, value, num_rows: np.asarray(numbers))
     assert [scorer.log_probs(*pair) for pair in PAIRS] != scorer.log_probs_of(PAIRS)
 
 
-def test_on_the_cpu_each_runs_alone() -> None:
+def test_on_the_cpu_each_sample_is_scored_alone() -> None:
     assert make_scorer(device="cpu").at_once == 1

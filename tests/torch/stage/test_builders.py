@@ -27,7 +27,9 @@ def test_every_stage_has_a_builder() -> None:
         ({"device": "cuda:1"}, True, "cuda:1"),
     ],
 )
-def test_a_gpu_seen_is_used(spec: dict[str, Any], has_gpu: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_job_and_a_visible_gpu_decide_the_device(
+    spec: dict[str, Any], has_gpu: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     job = a_job(training=spec.get("training", {}))
     assert device_of(job.spec.model_copy(update={"device": spec.get("device", "auto")})) == device
@@ -40,8 +42,8 @@ def test_a_gpu_seen_is_used(spec: dict[str, Any], has_gpu: bool, device: str, mo
         ("cuda", 8, 0, "cuda:0"),
         ("auto", 1, 3, "cuda:0"),  # the only one that it can see
         ("cpu", 8, 3, "cpu"),
-        ("cuda:1", 8, 3, "is one GPU for several ranks"),
-        ("auto", 2, 3, "there are 2 GPUs for more ranks"),
+        ("cuda:1", 8, 3, "names one GPU for several ranks"),
+        ("auto", 2, 3, "there are only 2 GPUs"),
     ],
 )
 def test_each_rank_has_its_gpu(device: str, count: int, rank: int, found: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,7 +113,7 @@ class Place:
         await ends(self.task, self.service)
 
 
-async def test_prompts_wait_for_the_sample_at_hand_and_for_no_other() -> None:
+async def test_prompts_wait_only_for_the_sample_being_scored() -> None:
     place = await Place.open()
     await place.told(g0="score")
     first, second = await place.samples(0, 1)
@@ -141,7 +141,7 @@ async def test_prompts_wait_for_the_sample_at_hand_and_for_no_other() -> None:
     await place.ended()
 
 
-async def test_it_scores_again_when_it_is_dry_again_and_loads_once() -> None:
+async def test_a_dry_generator_scores_repeatedly_and_loads_once() -> None:
     place = await Place.open()
     place.scorer.may_go_on.set()
     await place.told(g1="score")
@@ -164,7 +164,7 @@ async def test_it_scores_again_when_it_is_dry_again_and_loads_once() -> None:
     await place.ended()
 
 
-async def test_asked_to_stop_in_the_middle_it_ends_with_that_sample() -> None:
+async def test_a_stopped_dry_generator_finishes_its_sample_and_takes_no_other() -> None:
     place = await Place.open()
     first, second = await place.samples(0, 1)
     await place.told(g1="score")
@@ -175,7 +175,7 @@ async def test_asked_to_stop_in_the_middle_it_ends_with_that_sample() -> None:
     assert not place.stages.has_read("reference"), "the second is another's"
 
 
-async def test_what_it_held_when_it_died_is_another_s() -> None:
+async def test_the_sample_of_a_dead_dry_generator_goes_to_another_scorer() -> None:
     place = await Place.open()
     [sample] = await place.samples(0)
     await place.told(g1="score")
@@ -204,7 +204,7 @@ async def test_nothing_is_generated_while_it_loads() -> None:
     await place.ended()
 
 
-async def test_who_cannot_help_says_so_once_and_waits(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_dry_generator_that_cannot_score_logs_it_once_and_waits(caplog: pytest.LogCaptureFixture) -> None:
     async def make() -> TokenScoringService:
         raise InvalidRequest("credentials", "/run/c", "no usable certificate of reference is there")
 
@@ -225,7 +225,7 @@ async def test_who_cannot_help_says_so_once_and_waits(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize("dry", [{}, {1: ""}, {1: "scores"}, {1: "wait"}, {0: "score"}, {1 << 63: "score"}])
-async def test_a_wrong_plan_is_no_order(dry: dict[int, str]) -> None:
+async def test_an_invalid_plan_for_dry_generators_is_ignored(dry: dict[int, str]) -> None:
     place = await Place.open()
     await place.stages.publish("rebalancer", Plan(id=f"{JOB}/plan", job=JOB, dry=dry))
     await place.samples(0)
@@ -243,7 +243,7 @@ JOBS: list[tuple[dict[str, Any], str | None]] = [
 
 
 @pytest.mark.parametrize(("spec", "helped"), JOBS)
-def test_there_is_a_guest_where_there_is_work_for_it(spec: dict[str, Any], helped: str | None) -> None:
+def test_generators_host_scoring_only_where_the_job_needs_it(spec: dict[str, Any], helped: str | None) -> None:
     assert_guests(a_job(roles={"generator": {"workers": 2}}, **spec), {"generator": helped, "trainer": None})
     assert_guests(a_job(**spec), {"generator": None})
 

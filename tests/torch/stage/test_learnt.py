@@ -57,7 +57,7 @@ class Learner(FakeEngine):
 
     def take(self, learnt: Learnt) -> bool:
         if learnt.tensors.keys() != {"w"}:
-            raise InvalidRequest("drafter", min(learnt.tensors), "what was learnt is another drafter's")
+            raise InvalidRequest("drafter", min(learnt.tensors), "the learnt weights belong to another drafter")
         assert float(learnt.tensors["w"][0]) == learnt.version
         if learnt.version <= self.version:
             return False
@@ -97,7 +97,7 @@ def kept(folder: Path) -> int:
     return 0 if found is None else found[0]
 
 
-async def test_it_comes_to_the_others_and_to_who_comes_later(tmp_path: Path) -> None:
+async def test_learnt_weights_reach_other_and_later_generators(tmp_path: Path) -> None:
     async with placed(tmp_path) as place:
         other = place.start(1, Learner())
         place.start(0, Learner(left=1))
@@ -107,7 +107,7 @@ async def test_it_comes_to_the_others_and_to_who_comes_later(tmp_path: Path) -> 
     assert kept(tmp_path) == 100
 
 
-async def test_who_has_learnt_from_more_goes_on_with_its_own(tmp_path: Path) -> None:
+async def test_a_generator_that_learnt_from_more_tokens_keeps_its_weights(tmp_path: Path) -> None:
     async with placed(tmp_path) as place:
         first, second, third = Learner(), Learner(), Learner()
         first.version, third.version = 900, 2000
@@ -122,7 +122,7 @@ async def test_who_has_learnt_from_more_goes_on_with_its_own(tmp_path: Path) -> 
     assert kept(tmp_path) == 2000
 
 
-async def test_not_every_step_of_learning_is_handed_out(tmp_path: Path) -> None:
+async def test_not_every_learning_step_is_published(tmp_path: Path) -> None:
     put: list[int] = []
     async with placed(tmp_path) as place:
         genuine = place.stages.weights.put
@@ -140,7 +140,7 @@ async def test_not_every_step_of_learning_is_handed_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", ["byte", "cut", "empty", "another"])
-async def test_what_is_damaged_is_refused_with_one_line(
+async def test_damaged_learnt_weights_are_refused_in_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: str
 ) -> None:
     write_learnt(tmp_path / LEARNT, 300, {"v" if harm == "another" else "w": torch.tensor([300.0])}, by="generator-0")
@@ -156,11 +156,11 @@ async def test_what_is_damaged_is_refused_with_one_line(
         engine.left = 4
         await place.stages.publish("prompts")
     [record] = caplog.records
-    assert "begins anew" in record.getMessage() or "is not taken" in record.getMessage()
+    assert "saved drafter cannot be read" in record.getMessage() or "cannot be loaded" in record.getMessage()
     assert "\n" not in record.getMessage()
 
 
-async def test_what_cannot_be_fetched_or_put_costs_no_generator(
+async def test_learnt_weights_that_cannot_be_fetched_or_put_end_no_generator(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with placed(tmp_path) as place:
@@ -171,16 +171,16 @@ async def test_what_cannot_be_fetched_or_put_costs_no_generator(
         await until(lambda: caplog.records, "it says so")
         (tmp_path / LEARNT).write_bytes(b"")  # no folder can be made
         place.start(0, Learner(left=1))
-        await until(lambda: any("is not handed out" in r.getMessage() for r in caplog.records), "nor can this be")
+        await until(lambda: any("cannot be shared" in r.getMessage() for r in caplog.records), "nor can this be")
         (tmp_path / LEARNT).unlink()
         other.version = 5000
         other.left = 1
         place.running[1][1].stopping.set()
-    assert "is not taken" in caplog.records[0].getMessage()
+    assert "cannot be fetched" in caplog.records[0].getMessage()
 
 
 @pytest.mark.parametrize("at", ["put", "write", "publish"])
-async def test_killed_in_handing_out_only_the_last_is_lost(
+async def test_a_kill_while_publishing_loses_only_the_last_learnt_weights(
     tmp_path: Path, at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_learnt(tmp_path / LEARNT, 300, {"w": torch.tensor([300.0])}, by="generator-0")
@@ -220,7 +220,7 @@ async def test_killed_in_handing_out_only_the_last_is_lost(
         await until(lambda: again.took == [kept(tmp_path)], "started again it goes on from there")
 
 
-async def test_what_it_cost_and_brought_is_written_down(tmp_path: Path) -> None:
+async def test_the_cost_and_gain_of_learning_are_written_to_the_run(tmp_path: Path) -> None:
     async with placed(tmp_path) as place:
         engine = place.start(0, Learner(left=3))
         await until(lambda: not engine.left, "it has learnt")
@@ -236,7 +236,7 @@ async def test_what_it_cost_and_brought_is_written_down(tmp_path: Path) -> None:
     assert first.num_tokens + last.num_tokens == last.version == 400
 
 
-async def test_who_learns_while_it_is_dry_goes_to_work_as_soon_as_there_is_some(tmp_path: Path) -> None:
+async def test_a_dry_generator_stops_learning_for_new_work_and_resumes(tmp_path: Path) -> None:
     async with placed(tmp_path) as place:
         engine = place.start(0, Learner(left=1 << 60))
         await until(lambda: engine.version > 1000, "it learns")

@@ -57,7 +57,7 @@ def a_big_job(prefetch: int) -> Any:
 
 
 @pytest.mark.parametrize("prefetch", [0, 3, 4])
-async def test_a_generator_holds_what_runs_and_its_look_ahead_and_one_that_joins_takes_the_rest(prefetch: int) -> None:
+async def test_a_generator_holds_its_rows_and_its_look_ahead_and_no_more(prefetch: int) -> None:
     stages = await Stages.open(a_big_job(prefetch), prompts=1, generator=2, trainer=1)
     await stages.publish("prompts", *prompts_in(stages))
     first, second = LongEngine(8), LongEngine(64)
@@ -116,7 +116,7 @@ async def test_a_generator_whose_samples_may_move_takes_whole_groups() -> None:
         await ends(task, service)
 
 
-async def test_what_a_stopped_generator_has_not_answered_goes_to_another_though_no_time_passes() -> None:
+async def test_prompts_of_a_stopped_generator_go_to_another_at_once() -> None:
     stages = await Stages.open(a_big_job(4), prompts=1, generator=2, trainer=1)
     await stages.publish("prompts", *prompts_in(stages))
     leaving, staying = LongEngine(64), LongEngine(64)
@@ -131,7 +131,7 @@ async def test_what_a_stopped_generator_has_not_answered_goes_to_another_though_
     await ends(other, second)
 
 
-async def test_prompts_whose_weights_are_not_here_yet_are_handed_back_too() -> None:
+async def test_prompts_that_wait_for_weights_are_handed_back_too() -> None:
     stages = await Stages.open(a_big_job(4), prompts=1, generator=1, trainer=1)
     await stages.publish("prompts", *[replace(prompt, weights_version=1) for prompt in prompts_in(stages, 3)])
     service = stages.generator(0, LongEngine(8))
@@ -177,7 +177,9 @@ def _critic_of(stages: Stages, absent: Any) -> Any:
 
 @pytest.mark.parametrize(("role", "make"), [("policy", _generator_of), ("critic", _critic_of)])
 @pytest.mark.parametrize("comes", [True, False])
-async def test_weights_not_there_yet_are_asked_for_again(role: Any, make: Callable[..., Any], comes: bool) -> None:
+async def test_weights_that_are_not_there_yet_are_requested_again(
+    role: Any, make: Callable[..., Any], comes: bool
+) -> None:
     clock = FakeClock()
     stages = await Stages.open(a_job(), clock, prompts=1, generator=1, critic=1, trainer=1)
     absent = AbsentWeights(stages.weights)
@@ -208,7 +210,7 @@ class NeverDone(FakeSources):
 
 
 @pytest.mark.parametrize("grouping", ["sample", "group"])
-async def test_what_a_stopped_reward_has_not_scored_goes_to_another_though_no_time_passes(grouping: Any) -> None:
+async def test_samples_of_a_stopped_reward_go_to_another_at_once(grouping: Any) -> None:
     stages = await Stages.open(a_job(), generator=1, reward=2, trainer=1)
     first, second = stages.reward(NeverDone(grouping)), stages.reward(FakeSources(grouping), 1)
     task = asyncio.create_task(first.run())
@@ -235,7 +237,7 @@ class Unprepared(TokenScoringService):
         raise AssertionError("what it needs never came")
 
 
-async def test_a_sample_that_a_stopped_scorer_waited_with_is_handed_back() -> None:
+async def test_a_sample_held_by_a_stopped_scorer_is_handed_back() -> None:
     stages = await Stages.open(a_job(), generator=1, critic=1, trainer=1)
     service = Unprepared("critic", 0, stages.vitals, stages.bus.of("critic"), deadline_seconds=9.0)
     task = asyncio.create_task(service.run())
@@ -275,7 +277,7 @@ async def test_samples_of_a_step_are_scored_together_and_what_is_wrong_with_one_
     assert str(_owed(stages)).count("critic") == 1, "the one without a number comes again"
 
 
-def test_what_was_delivered_before_is_scored_alone() -> None:
+def test_a_redelivered_sample_is_scored_alone() -> None:
     """The sample may have killed its worker."""
     record = example_sample(0, 0)
 
@@ -313,7 +315,7 @@ def test_a_reward_checks_the_datas_columns_before_it_scores() -> None:
         asyncio.run(main({"question": ""}))
 
 
-def test_what_took_long_goes_first_and_replicas_stay_together() -> None:
+def test_prompts_with_long_answers_go_first_and_replicas_stay_together() -> None:
     job = a_job(training={"steps": 3, "promptsPerStep": 5})
     prompts = prompts_of(job, prompts_for(job), 1, 0, None)
     lengths = PromptLengths()
@@ -328,7 +330,7 @@ def test_what_took_long_goes_first_and_replicas_stay_together() -> None:
 
 @settings(max_examples=10)
 @given(order=st.randoms(use_true_random=False), rows=st.integers(1, 9), prefetch=st.integers(0, 9))
-def test_neither_order_nor_look_ahead_changes_what_is_trained(order: Any, rows: int, prefetch: int) -> None:
+def test_order_and_look_ahead_do_not_change_what_is_trained(order: Any, rows: int, prefetch: int) -> None:
     def trained(shuffled: bool) -> list[Any]:
         job = a_job(roles={"generator": {"prefetch": prefetch if shuffled else 4}})
 
@@ -360,7 +362,7 @@ class Shuffled(PromptLengths):
 
 
 @pytest.mark.parametrize(("steps", "watches"), [(2, False), (3, True)])
-async def test_prompts_watches_answers_where_prompts_come_again(steps: int, watches: bool) -> None:
+async def test_the_prompts_stage_learns_lengths_only_if_prompts_repeat(steps: int, watches: bool) -> None:
     job = a_job(training={"steps": steps, "promptsPerStep": 2})
 
     stages = await Stages.open(job, prompts=1, generator=1, trainer=1)

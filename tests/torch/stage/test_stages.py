@@ -42,7 +42,7 @@ async def everything(inbox: Any) -> list[Any]:
 
 @FEW
 @given(staleness=st.integers(0, 3), last=st.integers(1, 6), versions=st.sets(st.integers(0, 5)).map(sorted))
-def test_a_version_opens_every_step_it_may_sample_and_each_once(staleness: int, last: int, versions: list[int]) -> None:
+def test_a_version_opens_every_step_that_it_may_sample_once(staleness: int, last: int, versions: list[int]) -> None:
     job = a_job(training={"steps": last, "promptsPerStep": 2, "maxStaleness": staleness})
 
     async def main() -> None:
@@ -251,7 +251,7 @@ def test_steps_are_trained_in_order_whatever_arrives_when(seed: int, staleness: 
     asyncio.run(main())
 
 
-async def test_a_trainer_that_goes_on_hands_out_its_weights_as_the_latest() -> None:
+async def test_a_restarted_trainer_publishes_its_weights_as_the_latest() -> None:
     """A later version may have existed before; new workers must see the one that the trainer publishes."""
 
     stages = await Stages.open(a_job(), generator=1, reward=1, trainer=1)
@@ -292,7 +292,9 @@ async def test_what_a_step_was_trained_on_is_acknowledged_once_a_checkpoint_cove
     seed=st.integers(0, 99),
     max_demands=st.integers(0, 3),
 )
-def test_choices_are_a_function_of_the_rewards_alone(rewards: list[float | None], seed: int, max_demands: int) -> None:
+def test_the_choice_of_groups_depends_on_the_rewards_alone(
+    rewards: list[float | None], seed: int, max_demands: int
+) -> None:
     """Demands are answered with the next prompts; None is a failed reward, which is dropped."""
 
     def chosen(order: random.Random | None) -> Any:
@@ -337,7 +339,7 @@ def _score(sample: Sample, reward: float | None) -> Score:
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_two_hundred_steps_leave_nothing_behind(staleness: int) -> None:
+def test_two_hundred_steps_leave_no_records_or_threads(staleness: int) -> None:
     job = a_job(training={"steps": 200, "promptsPerStep": 2, "maxStaleness": staleness})
     threads = set(threading.enumerate())
 

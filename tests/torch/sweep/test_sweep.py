@@ -50,7 +50,7 @@ def table_of(document: str) -> dict[str, tuple[str, str]]:
 
 @pytest.mark.sweep(parts=12)
 @pytest.mark.parametrize("model_type", RIGHT)
-def test_types_that_are_right(model_type: str) -> None:
+def test_supported_model_types_are_judged_right(model_type: str) -> None:
     verdict = judge_case(Case(model_type, ""))
     assert (verdict.kind, verdict.detail, verdict.limits) == ("right", "", [])
     assert verdict.in_bfloat16.ratio < 1.5
@@ -59,7 +59,7 @@ def test_types_that_are_right(model_type: str) -> None:
 
 @pytest.mark.sweep(parts=7)
 @pytest.mark.parametrize(("model_type", "variant"), RIGHT_VARIANTS)
-def test_variants_that_are_right(model_type: str, variant: str) -> None:
+def test_variants_of_supported_types_are_judged_right(model_type: str, variant: str) -> None:
     verdict = judge_case(Case(model_type, variant))
     assert verdict.kind == "right", verdict
 
@@ -98,7 +98,7 @@ def test_the_document_has_every_type_and_nothing_wrong() -> None:
     assert not re.search(r"\| wrong \||\d wrong", DOCUMENT.read_text().partition(BEGIN)[2])
 
 
-def test_variants_turn_one_thing_each() -> None:
+def test_each_variant_changes_one_field() -> None:
     plain = tiny_config("mistral").to_dict()
     for name, make in variants("mistral"):
         changed = {field for field, value in make().to_dict().items() if plain[field] != value}
@@ -126,7 +126,7 @@ def test_the_table_is_written_between_its_marks_and_nowhere_else() -> None:
     assert write_into("", some) == markdown(some)
 
 
-def test_a_corner_that_rounding_turns_is_no_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounding_at_a_corner_is_not_judged_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """HRM with relu6 may lie within rounding of a corner; here one is constructed."""
     config = dict(variants("hrm_text"))["hidden_act=relu6"]()
     judging = verdicts._Judge(lambda: tiny_model(config), max_context=128)
@@ -158,7 +158,7 @@ def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the exact trainer's gradient of" in verdict.detail
 
 
-def test_log_probs_that_are_off_are_not_taken_for_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_log_probs_are_not_taken_for_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """BitNet's rounding exceeds 1e-5 with one key head; three times as much is still an error."""
     config = dict(variants("bitnet"))["num_key_value_heads=1"]()
     assert judge(lambda: tiny_model(config)).kind == "right"
@@ -202,7 +202,7 @@ def test_an_error_that_grows_with_the_position_is_found(monkeypatch: pytest.Monk
     )
 
 
-def test_what_the_proof_refuses_in_bfloat16_alone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_refused_only_in_bfloat16_is_reported_with_that_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     round_buffers_too(monkeypatch)
     verdict = judge(far_seeing)
     assert verdict.kind == "right", verdict
@@ -210,7 +210,7 @@ def test_what_the_proof_refuses_in_bfloat16_alone_is_told(monkeypatch: pytest.Mo
     assert limit.startswith("no model.dtype bfloat16: LlamaForCausalLM: the trainer's logits differ from")
 
 
-def test_rope_that_changes_behind_the_samples_is_judged_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_longrope_is_judged_below_its_original_length(monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = judge(partial(tiny_model, dict(variants("llama"))["rope=longrope"]()))
     assert verdict.kind == "right", verdict
     assert verdict.in_bfloat16.stop == 127

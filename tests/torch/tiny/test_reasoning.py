@@ -31,7 +31,7 @@ def test_rows_hold_examples_question_and_what_the_scorer_reads() -> None:
         assert int(row["answer"]) == (int(left) + int(right) if sign == "+" else int(left) - int(right))
 
 
-def test_the_reward_is_the_tasks_own() -> None:
+def test_the_reward_is_that_of_the_reasoning_gym_task() -> None:
     reward = load_function("reasoning-gym", Path(), field="function")
     [row, *_] = load_rows(Dataset(path=resolve(SUMS), messagesColumn="messages")).records
     assert reward(f"I think <answer>{row['answer']}</answer>", row["entry"]) == 1.0
@@ -39,7 +39,7 @@ def test_the_reward_is_the_tasks_own() -> None:
     assert reward(row["answer"], row["entry"]) == 0.0, "without tags there is no answer"
 
 
-def test_rows_are_those_of_their_seed_and_several_tasks_stand_in_one_file() -> None:
+def test_rows_depend_on_the_seed_and_several_tasks_share_one_file() -> None:
     assert resolve(SUMS) == resolve(SUMS) != resolve(SUMS.replace("seed=3", "seed=4"))
     both = Path(resolve("reasoning-gym:chain_sum?size=2&examples=0+letter_counting?size=3"))
     rows = [json.loads(line) for line in both.read_text().splitlines()]
@@ -60,7 +60,7 @@ def test_a_wrong_task_or_setting_is_named(path: str, problem: str) -> None:
         check(path)
 
 
-def test_names_of_what_is_made_here_are_no_paths(tmp_path: Path) -> None:
+def test_names_of_generated_models_and_data_are_no_paths(tmp_path: Path) -> None:
     (tmp_path / "smollm2").mkdir()
     assert [is_local(path, tmp_path) for path in ("smollm2", SUMS, "./smollm2")] == [False, False, True]
     assert [is_made_here(path) for path in ("smollm2", SUMS, "smollm2-mine", "tiny:sums")] == [True, True, False, True]

@@ -190,7 +190,7 @@ digits = st.integers(1, 6).flatmap(
 
 
 @given(digits)
-def test_work_without_slips_is_right(pair: tuple[str, str]) -> None:
+def test_worked_sums_without_slips_are_right(pair: tuple[str, str]) -> None:
     text = sums.worked(*pair)
     assert sums.correct(text, sums.answer(*pair)) == 1.0
     assert sums.steps(text) == 1.0
@@ -222,11 +222,11 @@ def test_only_the_answer_at_the_very_end_counts(completion: str) -> None:
         ("nonsense carry 1", 0.0),
     ],
 )
-def test_steps_are_judged_one_by_one(step: str, share: float) -> None:
+def test_each_step_of_a_sum_is_judged_separately(step: str, share: float) -> None:
     assert sums.steps(step) == share
 
 
-def test_slips_happen_and_are_carried_on() -> None:
+def test_slips_occur_and_later_steps_carry_them_on() -> None:
     rng = random.Random(1)
     texts = [sums.worked("4848", "7575", rng) for _ in range(300)]
     right = sum(text == sums.worked("4848", "7575") for text in texts) / len(texts)
@@ -244,7 +244,7 @@ def test_data_is_seeded_true_and_of_many_lengths() -> None:
     assert [json.loads(line) for line in sums.jsonl(400, seed=3).splitlines()] == rows
 
 
-def test_lessons_teach_responses_only_and_begin_as_prompts_do() -> None:
+def test_lessons_have_targets_only_for_responses() -> None:
     for tokens, targets in islice(_lessons(SUMS), 3):
         assert (tokens[:, 0] == BOS).all()
         learnt = targets >= 0
@@ -256,7 +256,7 @@ def test_lessons_teach_responses_only_and_begin_as_prompts_do() -> None:
             assert "=" not in decode(row[: int((target >= 0).nonzero()[0])].tolist())
 
 
-def test_a_start_learns_from_the_lessons() -> None:
+def test_training_on_lessons_lowers_the_loss() -> None:
     small = replace(SUMS_DRAFT, hidden_size=32, intermediate_size=48, num_steps=40)
     losses: list[str] = []
     train(small, losses.append)
@@ -264,7 +264,7 @@ def test_a_start_learns_from_the_lessons() -> None:
     assert last < first - 0.5
 
 
-def test_what_was_made_before_keeps_its_name() -> None:
+def test_folder_names_of_existing_recipes_do_not_change() -> None:
     names = {recipe.name: recipe.folder_name for recipe in (TARGET_RECIPE, DRAFT, WIDE)}
     assert names == {"target": "target-2e9955ebf3d2", "draft": "draft-2455cf378411", "wide": "wide-605a4117ec18"}
     assert len({recipe.folder_name for recipe in RECIPES.values()}) == len(RECIPES)

@@ -126,7 +126,7 @@ def _whole(found: dict[int, list[float]] = {}) -> dict[int, list[float]]:  # noq
     return found
 
 
-def test_a_step_with_demands_repeats_itself_whatever_is_there_already() -> None:
+def test_a_step_with_demands_is_repeated_whatever_samples_exist_already() -> None:
     shape = StepShape(job="sums", step=1, num_prompts=2, samples_per_prompt=1, stages=(), max_demands=2)
     collector = Collector(shape)
     for place in (1, 2, 3, 4):  # 2 and 3 are the first demand's, 4 and 5 the second's
@@ -142,7 +142,7 @@ def test_a_second_copy_of_a_sample_must_be_the_same() -> None:
     first = example_sample(0, 0)
     collector.add_sample(first)
     collector.add_sample(replace(first, generator="generator-1", seconds=3.0))
-    with pytest.raises(RolloutError, match="sums/1/0/0: came twice, under the same weights, with other tokens"):
+    with pytest.raises(RolloutError, match="sums/1/0/0: arrived twice with different tokens from the same weights"):
         collector.add_sample(replace(first, token_ids=(52, 2)))
     collector.add_sample(example_sample(0, 1))
     assert collector.chosen().samples[0] is first, "the first that arrived counts"
@@ -173,7 +173,9 @@ def report_of(step: int, rollouts: Rollouts, *differences: float) -> LearnReport
 
 
 @pytest.mark.parametrize(("precision", "allowed", "spec"), CASES)
-def test_what_rounds_most_decides_how_much_is_allowed(precision: str, allowed: float, spec: dict[str, Any]) -> None:
+def test_the_least_precise_part_decides_the_allowed_log_prob_difference(
+    precision: str, allowed: float, spec: dict[str, Any]
+) -> None:
     job, rollouts = a_job(**spec), rollouts_of(2, (1, 1))
     assert precision_of(job.spec) == precision
     agreement = Agreement(job.spec)
@@ -185,7 +187,7 @@ def test_what_rounds_most_decides_how_much_is_allowed(precision: str, allowed: f
     assert code_of(caught.value) == PERMANENT
 
 
-def test_a_restarted_trainer_of_an_exact_job_lets_its_generators_round() -> None:
+def test_a_restarted_exact_job_tolerates_rounding_differences() -> None:
     """Steps after the checkpoint are retrained, on another machine to other bits."""
     rollouts, agreement = rollouts_of(2, (1, 1)), Agreement(a_job(training={"exactOnPolicy": True}).spec)
     with pytest.raises(LogProbMismatch, match="exact"):
@@ -195,7 +197,7 @@ def test_a_restarted_trainer_of_an_exact_job_lets_its_generators_round() -> None
 
 
 @pytest.mark.parametrize(("versions", "is_seen"), [((1, 1), True), ((0, 1), True), ((1, 0), False), ((0, 0), False)])
-def test_tokens_of_older_weights_are_not_compared(versions: tuple[int, int], is_seen: bool) -> None:
+def test_log_probs_of_older_weights_are_not_compared(versions: tuple[int, int], is_seen: bool) -> None:
     """The second token differs; it counts only as one of version 1, which the trainer has in step 2."""
     rollouts = rollouts_of(2, versions)
     agreement, report = Agreement(a_job().spec), report_of(2, rollouts, 0.0, 5e-3)

@@ -86,7 +86,7 @@ def test_tied_tensors_are_written_once(tmp_path: Path) -> None:
     assert read["a"] is read["b"]
 
 
-def test_versions_that_were_replaced_while_nobody_looked_are_skipped() -> None:
+def test_newest_kept_skips_versions_that_were_replaced() -> None:
     store = MemoryWeightStore(keep=2)
     records = [store.put("sums", "policy", version, {"w": torch.tensor([float(version)])}) for version in range(6)]
     assert newest_kept(store, []) is None
@@ -122,7 +122,7 @@ def test_a_file_that_says_its_digest_is_checked_once_a_process(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("others", ["digest", "checksum"])
-def test_what_a_file_says_of_itself_replaces_no_check(tmp_path: Path, others: str) -> None:
+def test_a_forged_digest_in_a_file_is_detected(tmp_path: Path, others: str) -> None:
     """The file has other weights, with the announced digest or with the whole announced note."""
     record = FileWeightStore(tmp_path, keep=1).put("sums", "policy", 1, state(1))
     _, notes = read_noted(path := Path(record.uri.removeprefix("file:")))
@@ -160,7 +160,7 @@ def test_a_file_stays_whole_for_those_who_map_it_and_they_cannot_change_it(tmp_p
     assert digest(other) == records[0].digest
 
 
-def test_what_a_killed_writer_left_goes_with_the_next_version(tmp_path: Path) -> None:
+def test_a_file_left_by_a_killed_writer_is_removed_with_the_next_version(tmp_path: Path) -> None:
     left = tmp_path / "sums-policy-7.1234.writing"
     others = tmp_path / "sums-policy-policy-7.1234.writing"
     for path in (left, others):
@@ -200,7 +200,9 @@ def test_a_put_hashes_in_threads_what_one_thread_would(
 
 
 @pytest.mark.parametrize("make", [lambda folder: FileWeightStore(folder, keep=2), lambda _: GrpcWeightStore(keep=2)])
-def test_a_devices_weights_come_once(tmp_path: Path, second: ModuleType, make: Callable[[Path], WeightStore]) -> None:
+def test_weights_on_a_device_are_copied_to_the_host_once(
+    tmp_path: Path, second: ModuleType, make: Callable[[Path], WeightStore]
+) -> None:
     weights = {name: tensor.to("second:0") for name, tensor in state(1).items() if name != "head"}
     store = make(tmp_path)
     with second.counted() as seen:
@@ -223,7 +225,7 @@ def every_kind() -> dict[str, Tensor]:
     return found
 
 
-def test_version_after_version_comes_to_all_bit_for_bit() -> None:
+def test_successive_versions_reach_all_members_bit_for_bit() -> None:
     with group_of(2) as group:
         epochs = set()
         for version in (1, 2, 3):
@@ -238,7 +240,7 @@ def test_version_after_version_comes_to_all_bit_for_bit() -> None:
         assert len(epochs) == 1, "one group for as long as the same are in"
 
 
-def test_a_model_of_thousands_of_tensors_comes_too() -> None:
+def test_a_model_of_thousands_of_tensors_is_sent_by_group() -> None:
     """The names and shapes exceed the limit of other messages."""
     state = {f"model.layers.{number // 40}.experts.{number % 40}.weight": torch.ones(2) for number in range(2000)}
     with group_of(1) as group:
@@ -344,7 +346,7 @@ def test_a_version_that_is_mixed_with_another_is_found(monkeypatch: pytest.Monke
         assert all(node.has(1, weights(1)) for node in group.nodes), "that one was right"
 
 
-def test_a_transfer_that_is_not_under_way_makes_no_version() -> None:
+def test_a_commit_for_an_unknown_transfer_makes_no_version() -> None:
     with group_of(1) as group:
         commit = messages.GroupCommit(transfer="0" * 16, digest="ab" * 32, digests=[[]])
         order = messages.GroupOrder(order="0" * 16, commit=commit)
@@ -375,7 +377,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return event
 
 
-def test_a_member_that_hangs_holds_up_no_longer_than_told_and_the_next_group_is_whole(hanging: threading.Event) -> None:
+def test_a_hanging_member_delays_a_version_for_a_bounded_time(hanging: threading.Event) -> None:
     state = weights(1)
     with group_of(2) as group:
         began = time.monotonic()
@@ -388,7 +390,7 @@ def test_a_member_that_hangs_holds_up_no_longer_than_told_and_the_next_group_is_
         assert all(node.has(2, weights(2)) for node in group.nodes)
 
 
-def test_the_more_often_it_fails_the_more_versions_go_without(hanging: threading.Event) -> None:
+def test_repeated_failures_make_more_and_more_versions_skip_the_group(hanging: threading.Event) -> None:
     with group_of(1) as group:
         went = []
         for version in range(1, 8):
@@ -401,12 +403,12 @@ def test_the_more_often_it_fails_the_more_versions_go_without(hanging: threading
         hanging.clear()
 
 
-def test_who_falls_silent_and_who_joins_is_in_the_next_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_members_that_fall_silent_or_join_change_the_next_group(monkeypatch: pytest.MonkeyPatch) -> None:
     with group_of(2) as group:
         assert group.sent(1, weights(1)) == ""
         group.nodes[1].trainer = lambda: None
         with monkeypatch.context() as patched:
-            patched.setattr(sender, "_CALL_SECONDS", 0.5)
+            patched.setattr(sender, "_ORDER_SECONDS", 0.5)
             assert "has not answered" in group.sent(2, weights(2)), "one of its members is not there"
         group.until_members(1)
         assert group.sent(3, weights(3)) == ""
@@ -417,7 +419,7 @@ def test_who_falls_silent_and_who_joins_is_in_the_next_group(monkeypatch: pytest
         assert other.has(4, weights(4))
 
 
-def test_who_leaves_is_waited_for_by_nobody() -> None:
+def test_a_member_that_left_is_not_waited_for() -> None:
     with group_of(2) as group:
         group.nodes[1].close()
         assert group.sender.members == {group.nodes[0].address}
@@ -425,7 +427,7 @@ def test_who_leaves_is_waited_for_by_nobody() -> None:
         assert group.nodes[0].has(1, weights(1))
 
 
-def test_who_has_found_the_store_quicker_is_not_in() -> None:
+def test_a_generator_for_which_the_store_is_faster_leaves_the_group() -> None:
     with group_of(2) as group:
         ways = group.nodes[1].receiver._ways = Ways("auto")
         for _ in range(3):
@@ -445,7 +447,7 @@ def test_only_generators_of_the_run_may_take_part(tmp_path: Path) -> None:
     server.start()
     with grpc.secure_channel(address, channel_credentials(tmp_path, "critic")) as channel:
         ask = messages.GroupAsk(member="127.0.0.1:1", wish=messages.Wish(wants=True)).model_dump_json().encode()
-        with pytest.raises(grpc.RpcError, match="critic may not take part"):
+        with pytest.raises(grpc.RpcError, match="critic may not join the group"):
             channel.unary_unary(f"/{messages.GROUP_SERVICE}/{messages.GROUP_METHOD}")(ask, timeout=5.0)
     assert not trainer.members
     node = GroupReceiver(

@@ -78,7 +78,7 @@ def test_more_receivers_than_streams_all_get_it_from_the_trainer_and_keep_it(nod
     ], "kept, not fetched again"
 
 
-def test_what_a_receiver_puts_comes_to_the_others_though_the_trainer_never_had_it(nodes: Cluster) -> None:
+def test_weights_put_by_a_receiver_reach_the_others(nodes: Cluster) -> None:
     peers: list[str] = []
     first, *others = (nodes.receiver(peer_addresses=lambda: peers) for _ in range(4))
     peers += [node.address for node in (first, *others)]
@@ -225,7 +225,7 @@ def test_a_trainer_that_is_restarted_is_waited_for(nodes: Cluster) -> None:
         assert digest(got.result()) == record.digest
 
 
-def test_what_the_trainer_went_back_behind_comes_from_a_peer(nodes: Cluster) -> None:
+def test_a_version_that_a_restarted_trainer_lacks_comes_from_a_peer(nodes: Cluster) -> None:
     record = nodes.trainer.store.put("sums", "policy", 6, state(6))
     ahead = nodes.receiver()
     ahead.store.get(record)
@@ -239,12 +239,14 @@ def test_what_the_trainer_went_back_behind_comes_from_a_peer(nodes: Cluster) -> 
 @pytest.mark.parametrize(
     ("trainer_address", "reason"),
     [
-        (lambda: None, "could not be had: no trainer is known .wanted 2, have 0."),
-        (lambda: "127.0.0.1:1", "could not be had: 127.0.0.1:1: unavailable: .* .wanted 2, have 0."),
-        (None, "could not be had: 127.0.0.1:[0-9]+: missing .wanted 2, have 1."),
+        (lambda: None, "could not be fetched: no trainer is known .wanted 2, have 0."),
+        (lambda: "127.0.0.1:1", "could not be fetched: 127.0.0.1:1: unavailable: .* .wanted 2, have 0."),
+        (None, "could not be fetched: 127.0.0.1:[0-9]+: missing .wanted 2, have 1."),
     ],
 )
-def test_what_is_late_is_refused(nodes: Cluster, trainer_address: Callable[[], str | None] | None, reason: str) -> None:
+def test_a_version_that_does_not_arrive_in_time_is_refused(
+    nodes: Cluster, trainer_address: Callable[[], str | None] | None, reason: str
+) -> None:
     nodes.trainer.store.put("sums", "policy", 1, state(1))
     record = weights_record("sums", "policy", 2, uri="grpc:policy/2", digest="ab")
     trainer_address = trainer_address or (lambda: nodes.trainer.address)
@@ -289,15 +291,15 @@ HOSTILE_HEADERS = {
     "digest": (header(digest="../../etc"), "digest: String should match pattern"),
     "long name of the job": (header(job="j" * 300), "job: String should have at most 253 characters"),
     "type": (header(tensors=[["a", "object", [1]]]), "'a' is of type 'object', which is not known"),
-    "negative size": (header(tensors=[["a", "int8", [-1, -1]]], num_bytes=1), "'a' has no shape that can be"),
-    "huge size": (header(tensors=[["a", "int8", [1 << 63]]], num_bytes=1 << 63), "'a' has no shape that can be"),
+    "negative size": (header(tensors=[["a", "int8", [-1, -1]]], num_bytes=1), "'a' has an impossible shape"),
+    "huge size": (header(tensors=[["a", "int8", [1 << 63]]], num_bytes=1 << 63), "'a' has an impossible shape"),
     "fraction": (header(tensors=[["a", "int8", [1.5]]]), "tensors.0.2.0: Input should be a valid integer"),
-    "many dimensions": (header(tensors=[["a", "int8", [1] * 17]]), "'a' has no shape that can be"),
+    "many dimensions": (header(tensors=[["a", "int8", [1] * 17]]), "'a' has an impossible shape"),
     "bomb": (header(tensors=[["a", "int8", [1 << 40]]], num_bytes=1 << 40), "more than the 1000 that are allowed"),
     "bomb of shapes": (header(tensors=[["a", "int8", [1 << 62] * 16]], num_bytes=64), "its tensors take [0-9]* bytes"),
     "too few bytes": (header(num_bytes=1), "its tensors take 80 bytes, not 1"),
-    "twice": (header(tensors=[["a", "int8", [1]]] * 2), "names are not in order, each once"),
-    "no order": (header(tensors=[["b", "int8", [1]], ["a", "int8", [1]]]), "names are not in order, each once"),
+    "twice": (header(tensors=[["a", "int8", [1]]] * 2), "names must be sorted and unique"),
+    "no order": (header(tensors=[["b", "int8", [1]], ["a", "int8", [1]]]), "names must be sorted and unique"),
     "tied to nothing": (header(same_as={"z": "y"}), "'z' cannot be the same as 'y'"),
     "tied to itself": (header(same_as={"a": "a"}), "'a' cannot be the same as 'a'"),
     "tied to what comes later": (header(same_as={"A": "b"}), "'A' cannot be the same as 'b'"),
@@ -382,7 +384,7 @@ def test_tls_knows_who_may_read_and_nobody_else_gets_a_byte(tmp_path: Path) -> N
             (grpc.ssl_channel_credentials((ours / "ca.pem").read_bytes()), "unavailable"),
             (None, "unavailable"),
         ):
-            with pytest.raises(WeightsVersionError, match=f"could not be had: .*{reason}"):
+            with pytest.raises(WeightsVersionError, match=f"could not be fetched: .*{reason}"):
                 nodes.receiver(credentials=credentials).store.get(record)
         assert sum(nodes.trainer.store.sent.values()) == sent
         assert nodes.trainer.store.refused["role"] >= 1

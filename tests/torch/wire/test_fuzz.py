@@ -146,22 +146,22 @@ def test_damaged_bytes_are_a_record_or_refused(name: str) -> None:
         *(dead_letters.encode(replace(letter(), **{name: ""})) for name in ("subject", "consumer")),
     ],
 )
-def test_a_letter_that_nobody_wrote_is_refused(data: bytes) -> None:
-    with pytest.raises(MalformedRecord, match="no dead letter"):
+def test_bytes_that_are_no_dead_letter_are_refused(data: bytes) -> None:
+    with pytest.raises(MalformedRecord, match="not a dead letter"):
         dead_letters.decode(data)
 
 
-def test_a_letter_whose_reason_no_utf8_can_say_is_written_all_the_same() -> None:
+def test_a_dead_letter_with_a_lone_surrogate_is_written() -> None:
     told = dead_letters.decode(dead_letters.encode(replace(letter(), reason="half of \ud83d", data=b"\xff\x00")))
     assert (told.reason, told.data) == ("half of ?", b"\xff\x00")
 
 
-def test_what_is_in_order_passes() -> None:
+def test_valid_letters_and_moved_prompts_round_trip() -> None:
     assert dead_letters.decode(dead_letters.encode(letter())) == letter()
     assert MovedPrompt.read(MOVED_PROMPT.to_bytes()) == MOVED_PROMPT
 
 
 @pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf])
-def test_a_moved_prompt_of_no_time_is_refused(seconds: float) -> None:
-    with pytest.raises(MalformedRecord, match="no moved prompt"):
+def test_a_moved_prompt_without_a_finite_time_is_refused(seconds: float) -> None:
+    with pytest.raises(MalformedRecord, match="not a moved prompt"):
         MovedPrompt.read(replace(MOVED_PROMPT, seconds=seconds).to_bytes())

@@ -52,7 +52,7 @@ def test_init_writes_a_valid_job(folder: Path, algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_what_init_comments_out_is_what_is_left_out(folder: Path, algorithm: str) -> None:
+def test_commented_fields_of_init_hold_the_defaults(folder: Path, algorithm: str) -> None:
     """Uncommenting all fields changes only blocks that are off by default."""
     job = init(folder, "--algorithm", algorithm)
     full = folder / "full.yaml"
@@ -66,7 +66,7 @@ def test_what_init_comments_out_is_what_is_left_out(folder: Path, algorithm: str
     assert len(full.read_text().splitlines()) == len(job.read_text().splitlines())
 
 
-def test_init_keeps_what_is_there(folder: Path) -> None:
+def test_init_does_not_overwrite_files_without_force(folder: Path) -> None:
     (folder / "rewards.py").write_text("def exact(completion): return 1.0\n")
     job = init(folder)
     assert "return 1.0" in (folder / "rewards.py").read_text()
@@ -77,7 +77,7 @@ def test_init_keeps_what_is_there(folder: Path) -> None:
     assert "RLHFJob" in job.read_text()
 
 
-def test_the_reward_that_init_writes(folder: Path) -> None:
+def test_the_reward_written_by_init_compares_answers(folder: Path) -> None:
     init(folder)
     scope: dict[str, object] = {}
     exec((folder / "rewards.py").read_text(), scope)
@@ -89,18 +89,20 @@ def test_the_reward_that_init_writes(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "fix"), [(("--algorithm", "grop"), "must be one of ppo"), ((), "does not exist")]
 )
-def test_init_refuses(tmp_path: Path, arguments: tuple[str, ...], fix: str) -> None:
+def test_init_refuses_an_unknown_algorithm_and_a_missing_folder(
+    tmp_path: Path, arguments: tuple[str, ...], fix: str
+) -> None:
     assert fix in rlhfspec("init", tmp_path / "none" / "job.yaml", *arguments, code=2)
 
 
-def test_what_init_writes_by_itself_is_valid(tmp_path: Path) -> None:
+def test_a_job_written_by_init_without_arguments_is_valid(tmp_path: Path) -> None:
     rlhfspec("init", tmp_path / "job.yaml")
     assert "tiny:sums.jsonl (not read" in rlhfspec("validate", tmp_path / "job.yaml")
     wrong = rlhfspec("validate", tmp_path / "job.yaml", "--set", "model.drafter=tiny:sum", code=2)
-    assert "spec.model.drafter: must be tiny: and one of" in wrong
+    assert "spec.model.drafter: must be tiny: followed by one of" in wrong
 
 
-def test_init_makes_a_name_of_the_file(folder: Path) -> None:
+def test_init_derives_the_name_of_the_job_from_the_file(folder: Path) -> None:
     odd = folder / "My Run_2.yaml"
     rlhfspec("init", odd, "--model", "./model", "--data", "./train.jsonl")
     assert read_job(odd).metadata.name == "my-run-2"
@@ -114,7 +116,7 @@ def test_validate_remarks_and_takes_overrides(folder: Path) -> None:
     assert "remark: generation.topK" in output
 
 
-def test_schema() -> None:
+def test_schema_prints_a_json_schema_without_unknown_fields() -> None:
     assert json.loads(rlhfspec("schema"))["properties"]["spec"]["additionalProperties"] is False
 
 
@@ -130,7 +132,7 @@ def content(*arguments: str) -> dict[str, Any]:
     return json.loads(simulated(*arguments, "--json").stdout)
 
 
-def test_the_table_has_every_policy_and_the_picture_is_drawn(tmp_path: Path) -> None:
+def test_simulate_lists_every_policy_and_draws_a_picture(tmp_path: Path) -> None:
     result = simulated(*SMALL, "--out", str(tmp_path))
     for name in ("none", "threshold", "knee", "counts", "ours", "pull+none", "pull+ours", "ours-knowing"):
         assert f" {name} " in result.stdout
@@ -146,7 +148,7 @@ def test_the_same_seeds_give_the_same_json() -> None:
     assert [trial["policy"] for trial in first["trials"]] == ["ours", "pull+none"]
 
 
-def test_slow_machines_and_deaths_take_time() -> None:
+def test_slow_machines_and_killed_generators_lengthen_the_stage() -> None:
     seconds = [
         content(*SMALL, "--policy", "none", *more)["trials"][0]["mean_seconds"]
         for more in ((), ("--slow", "0:3"), ("--kill", "1@0.2+5"))
@@ -165,7 +167,7 @@ def test_slow_machines_and_deaths_take_time() -> None:
         (("--calibrate", "nowhere"), "is no run's folder"),
     ],
 )
-def test_what_cannot_be_is_one_line(arguments: tuple[str, str], said: str) -> None:
+def test_impossible_arguments_of_simulate_are_refused_in_one_line(arguments: tuple[str, str], said: str) -> None:
     result = simulated(*SMALL, *arguments, code=2)
     assert said in result.stderr
     assert len(result.stderr.splitlines()) == 1
@@ -182,7 +184,7 @@ def parts_of(whole: Span) -> list[Span]:
     ]
 
 
-def test_a_samples_parts_are_one_sample_of_the_simulated_stage() -> None:
+def test_stays_of_a_moved_sample_become_one_simulated_sample() -> None:
     whole = Ran(sample="a", generator="0", prompt="p", step=1, began=0.0, ended=4.0, num_tokens=40, prompt_tokens=5)
     parts = [replace(whole, num_tokens=15), replace(whole, num_tokens=25, generator="1", prompt_tokens=0)]
     one, several = (workload_of(each, num_generators=2, seed=1) for each in ([whole], parts))
@@ -190,7 +192,7 @@ def test_a_samples_parts_are_one_sample_of_the_simulated_stage() -> None:
     assert one.prompt_tokens.tolist() == several.prompt_tokens.tolist()
 
 
-def test_it_is_calibrated_by_what_a_run_left(tmp_path: Path) -> None:
+def test_the_simulation_is_calibrated_by_the_traces_of_a_run(tmp_path: Path) -> None:
     scenario = Scenario(num_generators=2, curve=PRESETS["t0=2.5c"], prefill_seconds=5e-4)
     samples = as_spans(scenario, workload("groups", num_generators=2, per_generator=32, seed=1))
     (tmp_path / "traces").mkdir()
@@ -223,25 +225,25 @@ def report(run: Path, *options: str) -> str:
     return rlhfspec("drafter", "report", run, *options)
 
 
-def test_it_shows_acceptance_by_step_and_depth_and_what_it_cost(tmp_path: Path) -> None:
+def test_drafter_report_shows_acceptance_by_depth_and_cost(tmp_path: Path) -> None:
     for line in (a_line(0, 0, 2, 2), a_line(1, 0, 0, 0, 4), a_line(0, 1, 0, 0, 0, 0, 8)):
         append_learnt_line(tmp_path, line)
     output = report(tmp_path)
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines() if "│" in line]
     first = ["0", "512", "3.0", "8.0", "2.25", "75%", "50%", *["0%"] * 4]
     assert rows == [first, ["1", "1,024", "1.5", "4.0", "5.00", *["100%"] * 4, "0%", "0%"]]
-    assert "learning took 4.5 s of generators and saved an estimated 12.0 s" in output
+    assert "learning took 4.5 s of generator time and saved an estimated 12.0 s" in output
 
 
-def test_it_says_how_old_the_drafter_is(tmp_path: Path) -> None:
+def test_drafter_report_shows_the_age_of_the_drafter(tmp_path: Path) -> None:
     append_learnt_line(tmp_path, a_line(0, 3, 1, 1))
-    assert "learnt last 0 steps ago" in report(tmp_path)
+    assert "a drafter last learnt 0 steps ago" in report(tmp_path)
     append_learnt_line(tmp_path, replace(a_line(1, 3, 1, 1), num_tokens=0))
     append_learnt_line(tmp_path, replace(a_line(0, 5, 1, 1), num_tokens=0))
-    assert "learnt last 2 steps ago" in report(tmp_path)
+    assert "a drafter last learnt 2 steps ago" in report(tmp_path)
 
 
-def test_of_many_steps_it_shows_some_and_the_last(tmp_path: Path) -> None:
+def test_drafter_report_of_many_steps_shows_some_and_the_last(tmp_path: Path) -> None:
     for version in range(137):
         append_learnt_line(tmp_path, a_line(0, version, 1, 1))
     rows = [line for line in report(tmp_path).splitlines() if "│" in line]
@@ -249,14 +251,14 @@ def test_of_many_steps_it_shows_some_and_the_last(tmp_path: Path) -> None:
     assert rows[-1].split("│")[1].strip() == "136"
 
 
-def test_as_json_it_gives_the_lines(tmp_path: Path) -> None:
+def test_drafter_report_json_prints_the_lines(tmp_path: Path) -> None:
     append_learnt_line(tmp_path, a_line(3, 2, 5, 1))
     [found] = map(json.loads, report(tmp_path, "--json").splitlines())
     assert found["generator"] == "generator-3"
     assert found["num_accepted"] == [5, 1]
 
 
-def test_a_line_that_a_generator_was_killed_in_is_left_out(tmp_path: Path) -> None:
+def test_a_torn_learnt_line_is_skipped(tmp_path: Path) -> None:
     append_learnt_line(tmp_path, a_line(0, 0, 1))
     with (tmp_path / LEARNT / "generator-0.jsonl").open("a") as file:
         file.write('{"generator": "generator-0", "unix')
@@ -265,11 +267,11 @@ def test_a_line_that_a_generator_was_killed_in_is_left_out(tmp_path: Path) -> No
     assert len(list(learnt_lines(tmp_path))) == 2, "and what comes behind it is read"
 
 
-def test_where_no_drafter_learnt_it_says_so_in_a_line(tmp_path: Path) -> None:
+def test_drafter_commands_say_when_no_drafter_learnt(tmp_path: Path) -> None:
     for run in (tmp_path, tmp_path / "none"):
         for words in (["report", str(run)], ["export", str(run), "--out", str(tmp_path / "out")]):
             result = command(["drafter", *words], 2)
-            assert "no drafter learnt there" in result.stderr
+            assert "no drafter learnt in this run" in result.stderr
             assert len(result.stderr.splitlines()) == 1
 
 
@@ -284,13 +286,13 @@ def traced(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("sums/3/7/1", "--slowest", "2"), "SAMPLE: give a sample's id, or --slowest N"),
-        (("sums/3/7/1", "--step", "2"), "--step: goes with --slowest"),
+        (("sums/3/7/1", "--slowest", "2"), "SAMPLE: cannot be combined with --slowest"),
+        (("sums/3/7/1", "--step", "2"), "--step: needs --slowest"),
         (("sums/3/7/9",), "SAMPLE: no trace of it; the nearest: sums/3/7/1"),
         (("--slowest", "2", "--step", "9"), "--step: there are no traces of this step"),
     ],
 )
-def test_a_mistake_is_one_line(traced: Path, arguments: tuple[str, ...], said: str) -> None:
+def test_a_wrong_argument_of_trace_is_refused_in_one_line(traced: Path, arguments: tuple[str, ...], said: str) -> None:
     refused = rlhfspec("trace", traced, *arguments, code=2)
     assert refused.startswith(said)
     assert len(refused.splitlines()) == 1
@@ -305,11 +307,11 @@ def test_without_a_sample_the_slowest_are_listed(traced: Path) -> None:
 def test_top_says_how_far_a_run_of_one_process_is(tmp_path: Path) -> None:
     a_run(tmp_path, 3, steps=9)
     said = command(["top", str(tmp_path)]).output
-    assert "no run with --processes is going on there; a run is there, running, 3 of 9 steps" in said
+    assert "no run with --processes is active in this folder; its run (running, 3 of 9 steps) is shown by" in said
     assert f"rlhfspec dashboard {tmp_path}" in said
 
 
-def test_the_signal_that_was_acted_on_is_named() -> None:
+def test_the_name_of_the_last_signal_is_reported() -> None:
     for number, name in ((signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")):
         acted = threading.Event()
         with on_signals(acted.set):
@@ -338,7 +340,7 @@ def life() -> Life:
     ])[0]  # fmt: skip
 
 
-def test_a_waterfall_shows_what_waited_for_what() -> None:
+def test_a_waterfall_shows_waiting_and_work_of_each_stage() -> None:
     rows = {line.split()[0]: line for line in printed(waterfall(life(), width=20), 240) if line.strip()}
     assert "··██████ " in rows["generation"]
     assert (
@@ -361,20 +363,20 @@ def test_a_narrow_terminal_loses_nothing() -> None:
             assert word in text
 
 
-def test_the_slowest_say_where_their_time_went() -> None:
+def test_the_slowest_table_shows_where_time_went() -> None:
     [row] = [line for line in printed(slowest_table([life()])) if "sums/3/7/1" in line]
     assert row.split("   ")[0].strip() == "sums/3/7/1"
     for part in ("6.00 s", "1.50 s", "3.00 s", "critic 2.00 s, reward 500 ms", "40", "generator 0"):
         assert part in row
 
 
-def test_bars_are_seen_however_short_and_stay_within_the_axis() -> None:
+def test_bars_have_at_least_one_cell_and_stay_within_the_axis() -> None:
     assert bar([("█", 0.0, 0.0)], began=0.0, ended=10.0, width=4) == "█"
     assert bar([("█", 10.0, 10.0)], began=0.0, ended=10.0, width=4) == "   █"
     assert bar([("·", -5.0, 5.0), ("█", 5.0, 50.0)], began=0.0, ended=10.0, width=4) == "··██"
     assert bar([("█", 1.0, 1.0)], began=1.0, ended=1.0, width=4) == "█"
 
 
-def test_a_folder_with_traces_is_a_runs_own(traced: Path) -> None:
+def test_a_run_may_begin_in_a_folder_that_holds_traces(traced: Path) -> None:
     with RunFolder(traced) as folder:
         folder.begin(example_job(), resume=False)

@@ -67,7 +67,7 @@ class Run:
         return [(told.trouble.reason, told.message) for told in self.knowledge.troubles()]
 
 
-def test_a_run_without_trouble_has_none() -> None:
+def test_a_healthy_run_reports_no_trouble() -> None:
     run = Run()
     for stage in ("prompts", "generator", "reward", "trainer"):
         run.ready(stage)
@@ -75,7 +75,7 @@ def test_a_run_without_trouble_has_none() -> None:
     assert len(run.there()) == 4
 
 
-def test_a_broker_that_does_not_answer_is_told_and_nothing_that_follows_from_it() -> None:
+def test_an_unreachable_broker_is_reported_alone() -> None:
     run = Run()
     run.ready("reward")
     run.says(GONE_SECONDS)
@@ -90,13 +90,13 @@ def test_a_broker_that_does_not_answer_is_told_and_nothing_that_follows_from_it(
     assert run.there() == [("reward", 0)]
 
 
-def test_a_broker_that_is_away_from_the_beginning_is_told() -> None:
+def test_a_broker_unreachable_from_the_start_is_reported() -> None:
     run = Run()
     run.broker_answers = False
     assert [reason for reason, _ in run.troubles(AWAY_SECONDS + 0.5)] == ["BrokerUnavailable"]
 
 
-def test_calls_that_fail_are_told_within_seconds_and_one_alone_is_not() -> None:
+def test_repeated_call_failures_are_reported_within_seconds() -> None:
     run = Run()
     run.ready("reward")
     run.says(1.0)
@@ -112,7 +112,7 @@ def test_calls_that_fail_are_told_within_seconds_and_one_alone_is_not() -> None:
     assert run.troubles(0.25) == []
 
 
-def test_work_past_its_deadline_is_told_with_its_name() -> None:
+def test_work_past_its_deadline_is_reported_by_name() -> None:
     run = Run()
     run.ready("reward")
     run.says(SILENT_SECONDS + 1)
@@ -121,20 +121,20 @@ def test_work_past_its_deadline_is_told_with_its_name() -> None:
     assert run.troubles(0.25) == [("Stalled", told)]
 
 
-def test_when_everybody_waits_for_too_long_every_wait_is_named() -> None:
+def test_a_stall_names_every_waiting_worker() -> None:
     run = Run(stall_seconds=300.0)
     run.ready("trainer")
     run.ready("generator")
     assert run.troubles(299.0) == []
     [(reason, message)] = run.troubles(3.0)
     assert reason == "Stalled"
-    assert message.startswith("no worker has worked for 300 s; there wait ")
+    assert message.startswith("no worker has worked for 300 s; waiting: ")
     assert "trainer 0 for finished samples, from prompts or generator" in message
     run.beat("generator", doing="working")
     assert run.troubles(0.25) == []
 
 
-def test_a_worker_that_dies_is_silent_and_the_next_in_its_place_ends_that() -> None:
+def test_a_dead_worker_is_reported_until_its_successor_is_ready() -> None:
     run = Run()
     run.ready("reward")
     run.says(SILENT_SECONDS + 1)
@@ -146,7 +146,7 @@ def test_a_worker_that_dies_is_silent_and_the_next_in_its_place_ends_that() -> N
     assert run.troubles(0.25) == []
 
 
-def test_who_is_drained_has_left_and_is_no_trouble() -> None:
+def test_a_drained_worker_is_no_trouble() -> None:
     run = Run()
     run.ready("generator", 0)
     run.ready("generator", 1)
@@ -163,7 +163,7 @@ def test_who_is_drained_has_left_and_is_no_trouble() -> None:
     assert len(run.there()) == 2
 
 
-def test_one_of_several_that_is_killed_for_good_is_forgotten() -> None:
+def test_one_of_several_workers_killed_for_good_is_forgotten() -> None:
     run = Run()
     run.ready("generator", 0)
     run.ready("generator", 1)
@@ -173,7 +173,7 @@ def test_one_of_several_that_is_killed_for_good_is_forgotten() -> None:
     assert run.troubles(GONE_SECONDS) == []
 
 
-def test_what_the_broker_kept_of_workers_that_are_gone_is_not_believed() -> None:
+def test_old_records_of_gone_workers_are_ignored() -> None:
     """A restarted control is told of every worker that ever existed."""
     run = Run()
     for worker in range(3):
@@ -183,7 +183,7 @@ def test_what_the_broker_kept_of_workers_that_are_gone_is_not_believed() -> None
     assert run.there() == [("generator", 0)]
 
 
-def test_letters_are_told_and_not_too_many() -> None:
+def test_dead_letters_are_reported_up_to_a_limit() -> None:
     run = Run()
     for number in range(100):
         run.knowledge.could_not_be_handled(f"reward: could not handle sums/1/0/{number}: " + "x" * 5000)
@@ -192,7 +192,7 @@ def test_letters_are_told_and_not_too_many() -> None:
     assert told[0][1].startswith("reward: could not handle sums/1/0/0")
 
 
-def test_steps_come_from_reports_and_from_the_folder_and_go_back_where_the_run_does() -> None:
+def test_the_step_comes_from_reports_or_the_folder_and_may_go_back() -> None:
     run = Run()
     run.knowledge.found([example_step(step=step) for step in range(1, 6)])
     assert run.says(0.25).step == 5
@@ -224,7 +224,7 @@ def test_the_time_left_is_not_that_of_one_slow_step() -> None:
     assert eta_seconds([1.0] * 12 + [500.0] * 4, steps_left=10, since_step=0.0) == 10.0
 
 
-def test_what_always_changes_is_no_news() -> None:
+def test_heartbeats_of_the_same_work_are_no_news() -> None:
     run = Run()
     run.ready("reward")
     before = run.says(20.0)
@@ -234,7 +234,7 @@ def test_what_always_changes_is_no_news() -> None:
     assert news(run.says(0.25)) != news(before)
 
 
-def test_an_operator_that_is_away_is_asked_less_and_less_often() -> None:
+def test_reports_to_an_absent_operator_back_off() -> None:
     turn, report, now, times = Turn(random.Random(1)), Report(run="c0e43711"), 0.0, []
     while now < 200.0:
         if turn.is_due(report, now):
@@ -247,7 +247,7 @@ def test_an_operator_that_is_away_is_asked_less_and_less_often() -> None:
     assert len(set(waits[5:])) > 3, "many jobs do not come back at once"
 
 
-def test_a_samples_trace_as_lines_of_a_log(tmp_path: Path) -> None:
+def test_a_trace_of_a_sample_becomes_log_lines(tmp_path: Path) -> None:
     span = Span(run="3f2a", sample="sums/3/7/1", name="reward", stage="reward", worker=0, step=3, began=5.0, ended=5.5)
     (tmp_path / "traces").mkdir()
     (tmp_path / "traces" / "reward-0.jsonl").write_text(span.to_line() + "\n")

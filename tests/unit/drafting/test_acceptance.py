@@ -29,7 +29,7 @@ def feed(
         model.observe("model", table_rows, ones, ones * 0, np.full(n, gap, np.float32), random.random(n) < chance)
 
 
-def test_it_learns_the_truth_of_every_gap_and_reports_it() -> None:
+def test_the_model_learns_acceptance_as_a_function_of_the_gap() -> None:
     random = np.random.default_rng(1)
     model = AcceptanceModel(8, half_life=50_000.0)
     for _ in range(700):
@@ -53,7 +53,7 @@ def test_it_learns_the_truth_of_every_gap_and_reports_it() -> None:
 @given(
     st.lists(st.tuples(st.floats(0, 30), st.integers(0, 4), st.integers(1, 5), st.booleans()), min_size=1, max_size=60)
 )
-def test_predictions_are_chances_whatever_was_seen(seen: list[tuple[float, int, int, bool]]) -> None:
+def test_predictions_are_probabilities_after_any_observations(seen: list[tuple[float, int, int, bool]]) -> None:
     model = AcceptanceModel(2)
     gap, rank, depth, accepted = (np.array(column) for column in zip(*seen, strict=True))
     rows = np.zeros(len(gap), np.int32)
@@ -68,7 +68,7 @@ def test_predictions_are_chances_whatever_was_seen(seen: list[tuple[float, int, 
             assert ((chances > 0) & (chances < 1)).all()
 
 
-def test_one_bad_sequence_poisons_no_other() -> None:
+def test_a_bad_sequence_does_not_spoil_predictions_for_others() -> None:
     model = AcceptanceModel(4)
     feed(model, [0, 1, 2], 0.8, steps=60)
     feed(model, [3], 0.1, steps=60)  # alone, as in a long tail
@@ -78,7 +78,7 @@ def test_one_bad_sequence_poisons_no_other() -> None:
     assert predicted(model, [1.2], row=3)[0] > 0.65, "the next sequence in the row must not inherit the bad tail"
 
 
-def test_what_all_sequences_show_is_learnt_for_the_next_ones() -> None:
+def test_acceptance_seen_in_all_sequences_predicts_new_ones() -> None:
     model = AcceptanceModel(4)
     for generation in range(60):
         feed(model, [0, 1, 2, 3], 0.3, steps=12, seed=generation)
@@ -112,7 +112,7 @@ def test_odd_gaps_and_rows_beyond_the_announced_are_harmless() -> None:
     assert len(model.predict("model", empty, empty, empty, empty.astype(np.float32))) == 0
 
 
-def test_drafters_are_learnt_apart() -> None:
+def test_the_acceptance_of_each_drafter_is_learnt_separately() -> None:
     model = AcceptanceModel(2)
     feed(model, [0], 0.02, steps=100)
     assert predicted(model, [1.2], drafter="suffix")[0] > 0.6
@@ -139,12 +139,12 @@ def test_scalars_and_arrays_agree(seconds: list[float], rows: float, kv_tokens: 
     assert table.seconds(rows, kv_tokens) == pytest.approx(float(table.seconds_array([rows], kv_tokens)[0]))
 
 
-def test_between_knots_costs_are_linear_and_beyond_them_they_go_on() -> None:
+def test_costs_are_interpolated_between_knots_and_extrapolated_beyond() -> None:
     table = CostTable([1, 3, 5], [1.0, 2.0, 6.0])
     assert table.seconds_array([0, 1, 2, 4, 5, 10]).tolist() == pytest.approx([1.0, 1.0, 1.5, 4.0, 6.0, 16.0])
 
 
-def test_noise_only_adds_time_so_the_later_minimum_holds() -> None:
+def test_a_lower_cost_of_more_rows_caps_the_cost_of_fewer() -> None:
     assert CostTable([1, 2, 4], [3.0, 1.0, 2.0]).seconds(1) == 1.0
 
 
@@ -162,7 +162,7 @@ def test_a_profile_is_a_convex_curve_that_no_unlucky_measurement_bends() -> None
     assert CostTable(ROW_GRID, found).seconds(2000) == pytest.approx(0.01 + 1e-4 * 1984, rel=0.1)
 
 
-def test_rows_beyond_a_flat_end_are_not_free() -> None:
+def test_rows_beyond_a_flat_end_of_a_cost_table_cost_time() -> None:
     assert CostTable([1, 100, 200], [0.01, 0.03, 0.03]).seconds(1200) == pytest.approx(0.03 + 1000 * 0.02 / 199)
 
 
@@ -187,7 +187,7 @@ def test_one_outlier_in_twenty_does_not_bend_the_table() -> None:
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0])
-def test_a_table_that_is_off_by_two_is_mended_within_some_dozens_of_steps(factor: float) -> None:
+def test_a_cost_table_off_by_a_factor_is_corrected_within_60_steps(factor: float) -> None:
     table = CostTable(ROW_GRID, [0.01 + 1e-4 * rows for rows in ROW_GRID])
     for _ in range(60):
         table.correct(table.seconds(40), 0.014 * factor)
@@ -211,7 +211,7 @@ def test_context_has_a_price_when_it_is_measured() -> None:
     assert costs.table(TARGET).seconds(4, 10_000) == pytest.approx(0.02)
 
 
-def test_kinds_that_were_not_measured_start_from_a_guess_and_learn() -> None:
+def test_unmeasured_costs_start_from_a_guess_and_are_learnt() -> None:
     costs = CostModel({TARGET: CostTable([1, 2], [0.01, 0.01])})
     for _ in range(80):
         costs.observe(host_kind("suffix"), 8, 0.004)
@@ -222,7 +222,7 @@ def test_kinds_that_were_not_measured_start_from_a_guess_and_learn() -> None:
         costs.table("lunch")
 
 
-def test_the_error_is_of_the_last_window() -> None:
+def test_the_cost_error_covers_only_the_last_window() -> None:
     costs = CostModel()
     for _ in range(300):
         costs.record_error("step", 2.0, 1.0)
@@ -231,7 +231,7 @@ def test_the_error_is_of_the_last_window() -> None:
     assert costs.errors() == {"step": pytest.approx(0.1)}
 
 
-def test_the_tables_of_a_draft_are_corrected_alike() -> None:
+def test_all_cost_tables_of_a_draft_are_corrected_by_the_same_factor() -> None:
     costs = CostModel.profile(lambda kind, rows, kv_tokens: 0.001, drafters=("model",), row_grid=(1, 64))
     for _ in range(80):
         costs.observe_draft("model", 4, [4, 4, 3], 0.008)

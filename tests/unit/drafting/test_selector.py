@@ -104,7 +104,7 @@ def test_the_budget_is_the_one_that_brute_force_finds(
     assert choice.predicted_accepted == pytest.approx(ranked[: len(choice.keep)].sum(), rel=1e-4, abs=1e-6)
 
 
-def test_many_budgets_are_looked_at_on_a_grid_that_loses_next_to_nothing() -> None:
+def test_a_sparse_grid_of_budgets_covers_the_whole_range() -> None:
     grid = budgets(900)
     assert len(grid) <= 50
     assert (grid[0], grid[-1]) == (0, 900)
@@ -112,7 +112,7 @@ def test_many_budgets_are_looked_at_on_a_grid_that_loses_next_to_nothing() -> No
     assert (np.diff(grid) <= 24).all()
 
 
-def test_the_budget_cares_for_sequences_that_have_far_to_go() -> None:
+def test_the_budget_favours_sequences_with_many_tokens_left() -> None:
     forest = forest_of([-1, -1, 0, 1], [0.9, 0.9, 0.8, 0.8], num_sequences=2)
     even, uneven = worth_by_room(forest, np.array([50, 50])), worth_by_room(forest, np.array([10, 90]))
     assert np.array_equal(even, forest.path_acceptance)
@@ -135,7 +135,7 @@ def test_another_level_is_drafted_only_while_it_pays() -> None:
         assert selector.plan(state_of(0)) == PLAIN
 
 
-def test_a_step_in_the_costs_is_taken_if_what_lies_behind_it_pays() -> None:
+def test_a_jump_in_costs_is_accepted_if_the_rows_behind_it_pay() -> None:
     """The next rows fill a tile at high cost; those after them are free."""
     target, level = CostTable([1, 8, 9, 64], [0.01, 0.01, 0.02, 0.02]), CostTable([1, 64], [1e-4, 1e-4])
     for frontier, expected in ((0.95, True), (0.2, False)):
@@ -143,7 +143,7 @@ def test_a_step_in_the_costs_is_taken_if_what_lies_behind_it_pays() -> None:
         assert rule.go_on(frontier_acceptance=np.full(4, frontier, np.float32), num_rows=4, level=2) is expected
 
 
-def test_a_plan_is_rated_by_what_its_forests_promised_and_what_came_true_of_it() -> None:
+def test_a_plan_is_rated_by_predicted_and_measured_acceptance() -> None:
     costs = CostModel.profile(
         lambda kind, rows, kv: {TARGET: 0.01 + 0.001 * rows}.get(kind, 1e-4), drafters=("model",), row_grid=(1, 64)
     )
@@ -213,7 +213,7 @@ def test_adaptive_drains_a_batch_as_fast_as_the_best_static_strategy(batch: int,
     assert adaptive >= least * max(speeds.values()), (adaptive, speeds)
 
 
-def test_a_useless_drafter_is_left_alone() -> None:
+def test_a_useless_drafter_is_rarely_tried() -> None:
     world, selector, acceptance = adaptive_in(FLAT_TO_16, {"model": -9.0})
     world.run(selector, acceptance, num_sequences=16, num_steps=40)
     run = world.run(selector, acceptance, num_sequences=16, num_steps=300)
@@ -221,7 +221,7 @@ def test_a_useless_drafter_is_left_alone() -> None:
     assert run.tokens_per_second >= 0.98 * static_speed(FLAT_TO_16, {"model": -9.0}, PLAIN, 16)
 
 
-def test_a_trial_verifies_some_nodes_whatever_they_promise() -> None:
+def test_a_trial_verifies_nodes_regardless_of_their_prediction() -> None:
     world, selector, acceptance = adaptive_in(EVERY_ROW_COSTS, {"model": -9.0})
     world.run(selector, acceptance, num_sequences=8, num_steps=128)
     trials = [decision for decision in selector.explain().decisions if decision.is_trial]
@@ -243,7 +243,7 @@ def test_a_trial_drafts_for_a_part_of_the_batch() -> None:
     assert tokens / seconds >= 0.97 * static_speed(TRIALS_ARE_DEAR, {"model": -9.0}, PLAIN, 64)
 
 
-def test_a_draft_that_has_more_to_catch_up_with_than_it_can_save_is_not_begun() -> None:
+def test_a_draft_whose_catch_up_costs_more_than_it_saves_is_not_begun() -> None:
     """Short responses end before the drafter has paid for their prompts."""
     tokens, seconds = 0, 0.0
     for seed in range(3):
@@ -254,7 +254,7 @@ def test_a_draft_that_has_more_to_catch_up_with_than_it_can_save_is_not_begun() 
     assert tokens / seconds >= 0.94 * static_speed(TRIALS_ARE_DEAR, {"model": 0.0}, PLAIN, 64)
 
 
-def test_what_a_trial_on_a_part_of_the_batch_says_is_believed() -> None:
+def test_a_trial_on_part_of_the_batch_changes_the_choice() -> None:
     world, selector, acceptance = adaptive_in(TRIALS_ARE_DEAR, {"model": -9.0})
     assert world.run(selector, acceptance, num_sequences=16, num_steps=200).plans["plain"] > 100
     world.agreement["model"] = 2.2
@@ -292,7 +292,7 @@ def test_a_new_batch_size_is_planned_for_at_once() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 8])
-def test_it_recovers_when_acceptance_breaks_down_and_when_it_comes_back(batch: int) -> None:
+def test_the_selector_recovers_when_acceptance_drops_and_returns(batch: int) -> None:
     world, selector, acceptance = adaptive_in(EVERY_ROW_COSTS, {"model": 1.0}, seed=1)
     good = world.run(selector, acceptance, num_sequences=batch, num_steps=200).tokens_per_second
     plain = static_speed(EVERY_ROW_COSTS, {"model": 1.0}, PLAIN, batch)
@@ -355,7 +355,7 @@ def test_a_fixed_selector_keeps_all_or_the_best_of_the_batch() -> None:
         assert choice.predicted_accepted == pytest.approx(float(forest.path_acceptance[expected].sum()))
 
 
-def test_grids_name_their_plans() -> None:
+def test_plan_grids_contain_the_named_plans() -> None:
     grid = static_grid(("model", "suffix"))
     assert {"model-d2", "model-d4", "model-d8", "model-d4-w1-b2", "model-d6-w2-b3", "suffix-d4", "suffix-d8"} <= set(
         grid
@@ -366,7 +366,7 @@ def test_grids_name_their_plans() -> None:
     assert {plan.drafter for plan in plans} == {None, "model", "suffix"}
 
 
-def test_an_idle_batch_is_harmless() -> None:
+def test_an_idle_batch_gets_the_plain_plan() -> None:
     _, selector, _ = adaptive_in(FLAT_TO_16, {"model": 0.5})
     state = state_of(0, num_prefill_rows=12)
     assert selector.plan(state) == PLAIN

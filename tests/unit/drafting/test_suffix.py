@@ -34,7 +34,7 @@ def propose(drafter: SuffixDrafter, batch: DraftBatch, plan: DraftPlan = CHAIN) 
     return drafter.propose(batch, plan, AcceptanceModel(64), Always())
 
 
-def test_philox_is_the_published_one() -> None:
+def test_philox_gives_the_published_words() -> None:
     ones = 0xFFFFFFFF
     assert philox((ones, ones, ones, ones), (ones, ones)) == (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)
     pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
@@ -48,7 +48,7 @@ def test_philox_is_the_published_one() -> None:
         max_size=70,
     )
 )
-def test_noise_in_lanes_is_the_noise_one_by_one(where: list[tuple[int, int, int]]) -> None:
+def test_vectorized_noise_equals_scalar_noise(where: list[tuple[int, int, int]]) -> None:
     seeds, positions, tokens = zip(*where, strict=True)
     assert gumbels(seeds, positions, tokens) == [gumbel(*one) for one in where]
 
@@ -71,7 +71,7 @@ def test_an_index_grown_in_pieces_is_the_index_of_the_whole(tokens: list[int], c
         assert whole.continuations(context) == pieces.continuations(context)
 
 
-def test_what_was_looked_up_before_is_not_stale_when_its_context_is_seen_again() -> None:
+def test_lookups_see_tokens_added_later() -> None:
     index = ContextIndex()
     for tokens in ((1, 2, 5), (1, 2, 6), (1, 2, 7), (1, 2, 7), (1, 2, 7)):
         index.add(tokens, start=0)
@@ -102,7 +102,7 @@ def test_chances_are_a_distribution_over_what_followed_the_longest_context(token
         assert bool(followed) == bool(candidates)
 
 
-def test_it_goes_on_as_the_text_did_before() -> None:
+def test_the_drafter_continues_as_the_text_did_before() -> None:
     table, drafter = DraftTable(1, temperature=0.0), SuffixDrafter()
     table.begin(drafter, 0, [*range(40), 7, 8, 9, 10])
     forest = propose(drafter, table.batch(0))
@@ -112,7 +112,7 @@ def test_it_goes_on_as_the_text_did_before() -> None:
     assert (np.diff(forest.path_acceptance) < 0).all()
 
 
-def test_it_learns_from_siblings_finished_siblings_and_history() -> None:
+def test_the_drafter_learns_from_siblings_and_history() -> None:
     prompt, answer = [1, 2, 3, 4, 5], [50, 51, 52, 53, 54, 55, 56]
     for source in ("running", "finished", "history"):
         table, drafter = DraftTable(3, temperature=0.0), SuffixDrafter()
@@ -132,7 +132,7 @@ def test_it_learns_from_siblings_finished_siblings_and_history() -> None:
         assert propose(drafter, table.batch(1)).token.tolist() == answer[2:], source
 
 
-def test_strangers_do_not_see_each_other() -> None:
+def test_the_drafter_does_not_read_sequences_of_other_groups() -> None:
     table, drafter = DraftTable(2, temperature=0.0), SuffixDrafter()
     table.begin(drafter, 0, list(range(30)), "a")
     table.begin(drafter, 1, [90, 3, 4, 5], "b")
@@ -233,7 +233,7 @@ def test_shared_noise_finds_more_of_the_targets_choices() -> None:
     assert accepted[0] > 1.15 * accepted[1000], accepted
 
 
-def test_what_is_remembered_equals_what_is_found_anew() -> None:
+def test_remembered_lookups_equal_fresh_ones() -> None:
     """A repeated context meets other noise; a repeated position meets the same."""
     random = np.random.default_rng(3)
     block = random.integers(0, 2, 20).tolist()
@@ -310,7 +310,7 @@ def test_a_cleared_drafter_remembers_no_finished_group() -> None:
     assert propose(drafter, table.batch(0)).size == 0
 
 
-def test_a_backlog_is_worked_off_bit_by_bit() -> None:
+def test_a_long_text_is_indexed_over_several_proposals() -> None:
     table, drafter = DraftTable(1, temperature=0.0), SuffixDrafter()
     table.begin(drafter, 0, [])
     table.write(0, [*range(1500), 3, 4, 5])

@@ -54,7 +54,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "job.yaml"
 
 
-def test_scalars_mean_what_they_look_like() -> None:
+def test_yaml_scalars_get_the_types_they_look_like() -> None:
     text = "[1e-6, 1E3, off, yes, 2024-01-01, 1:30, 010, 1_000, true, ~, .inf, -3, '3']"
     expected = [1e-6, 1e3, "off", "yes", "2024-01-01", "1:30", "010", "1_000", True, None, float("inf"), -3, "3"]
     value = parse(text, source="job.yaml").value
@@ -74,7 +74,7 @@ values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.di
 
 
 @given(st.dictionaries(st.from_regex(r"\A[a-z]{1,8}\Z"), values, min_size=1, max_size=4))
-def test_json_reads_as_itself(value: dict[str, Any]) -> None:
+def test_json_parses_to_the_same_value(value: dict[str, Any]) -> None:
     document = parse(json.dumps(value, ensure_ascii=False), source="job.json")
     if document.problems:  # a key that YAML would merge, or one that is empty
         assert any(problem.field.endswith("<<") for problem in document.problems)
@@ -83,12 +83,12 @@ def test_json_reads_as_itself(value: dict[str, Any]) -> None:
 
 
 @given(st.text(max_size=60))
-def test_any_text_is_a_document_or_a_problem(text: str) -> None:
+def test_arbitrary_text_parses_or_raises_a_job_error(text: str) -> None:
     with suppress(JobError):
         parse(text, source="job.yaml")
 
 
-def test_json_with_tabs(file: Path) -> None:
+def test_json_indented_with_tabs_is_accepted(file: Path) -> None:
     as_json = file.with_suffix(".json")
     as_json.write_text(json.dumps(yaml.safe_load(JOB), indent="\t"))
     assert read_job(as_json) == read_job(file)
@@ -102,7 +102,7 @@ def test_paths_start_at_the_job_file(file: Path, monkeypatch: pytest.MonkeyPatch
     assert spec.dataset.path == str(file.parent / "train.jsonl")
 
 
-def test_a_job_as_resolved_reads_back(file: Path) -> None:
+def test_a_resolved_job_reads_back_unchanged(file: Path) -> None:
     for algorithm in ("ppo", *ALGORITHMS):
         job = read_job(file, [f"algorithm.name={algorithm}"])
         resolved = file.with_name("resolved.yaml")
@@ -117,13 +117,13 @@ def test_a_job_as_resolved_reads_back(file: Path) -> None:
         ("./owner", False), ("a/b/c", False), ("x.jsonl", False), ("~/m", False), ("/m", False), ("m/", False),
     ],
 )  # fmt: skip
-def test_hub_ids_and_paths(file: Path, written: str, hub: bool) -> None:
+def test_a_hub_id_is_kept_and_a_path_is_made_absolute(file: Path, written: str, hub: bool) -> None:
     resolved = resolve(written, file.parent)
     assert (resolved == written and not Path(written).is_absolute()) is hub
     assert resolve(resolved, Path("/other")) == resolved or hub
 
 
-def test_overrides(file: Path) -> None:
+def test_overrides_set_fields_of_the_spec(file: Path) -> None:
     given = [
         "training.steps=3", "spec.training.seed=7", "training.optimizer.learningRate=1e-4", "model.lora.rank=4",
         "rewards.sources.0.weight=3", "rewards.sources[0].weight=2", 'generation.stop=["\\n"]',
@@ -165,12 +165,12 @@ def test_an_algorithm_fills_in_its_defaults_and_keeps_what_is_given(file: Path, 
     assert read_job(file, [f"algorithm.name={algorithm}", "algorithm.clipHigh=0.5"]).spec.algorithm.clip_high == 0.5
 
 
-def test_messages_take_the_place_of_the_prompt_column(file: Path) -> None:
+def test_a_messages_column_replaces_the_prompt_column(file: Path) -> None:
     dataset = read_job(file, ["dataset.messagesColumn=chat"]).spec.dataset
     assert (dataset.prompt_column, dataset.messages_column) == (None, "chat")
 
 
-def test_what_no_machine_of_this_size_can_hold(file: Path) -> None:
+def test_a_job_that_does_not_fit_in_memory_names_the_field(file: Path) -> None:
     with (file.parent / "model" / "model.safetensors").open("wb") as weights:
         weights.truncate(1 << 30)
     free = 8 << 30
@@ -186,7 +186,7 @@ def test_what_no_machine_of_this_size_can_hold(file: Path) -> None:
     assert 0 < free_bytes() < 1 << 62
 
 
-def test_remarks(file: Path) -> None:
+def test_remarks_name_the_doubtful_fields(file: Path) -> None:
     given = ["training.maxStaleness=1", "algorithm.klEstimator=k1", "training.schedule.warmupSteps=500"]
     said = list(remarks(read_job(file, given)))
     assert [text.partition(":")[0] for text in said] == [
@@ -253,7 +253,7 @@ def test_the_job_is_frozen(file: Path) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["auto", "self"])
-def test_a_drafter_that_is_the_policy_is_looked_for_nowhere(tmp_path: Path, drafter: str) -> None:
+def test_a_drafter_made_of_the_policy_is_not_searched_in_folders_or_hub(tmp_path: Path, drafter: str) -> None:
     """The drafter is made of the policy, so neither folder nor hub is searched."""
     (tmp_path / drafter).mkdir()  # a folder of that name is another thing: it is written ./auto
     job = a_job()
@@ -271,22 +271,22 @@ ENDS = {"suspend", "restart", "deletionPolicy", "activeDeadlineSeconds", "preRun
         "ttlSecondsAfterFinished"}  # fmt: skip
 
 
-def test_what_may_change_while_a_job_runs() -> None:
+def test_only_listed_fields_may_change_while_a_job_runs() -> None:
     assert set(marked(Spec, Mark.MUTABLE)) == {*ENDS, "roles.generator.workers", "roles.generator.replicas"}
 
 
-def test_what_may_change_while_it_is_suspended() -> None:
+def test_only_listed_fields_may_change_while_a_job_is_suspended() -> None:
     assert set(marked(Spec, Mark.MUTABLE_WHILE_SUSPENDED)) == {"podTemplate", *OF_PODS}
 
 
-def test_what_means_something_to_a_cluster_alone() -> None:
+def test_cluster_only_fields_are_exactly_the_listed_ones() -> None:
     others = {"scheduling", "podTemplate", "storage", "failurePolicy.rules", "managedBy", "roles.generator.replicas"}
     assert set(CLUSTER_ONLY) == {*ENDS, *others, *OF_PODS}
     first_of_a_role = next(place for place, path in enumerate(CLUSTER_ONLY) if path.startswith("roles."))
     assert all(path.startswith("roles.") for path in CLUSTER_ONLY[first_of_a_role:])
 
 
-def test_what_may_differ_when_a_run_is_resumed() -> None:
+def test_only_listed_fields_may_differ_when_a_run_resumes() -> None:
     of_spec = {
         "model.drafter", "dataset.epochs", "generation.speculation", "generation.maxSequences",
         "generation.kvCacheTokens", "generation.gpuMemoryFraction", "shareGpus",
@@ -314,7 +314,7 @@ class Outer(Block):
 
 
 @pytest.mark.parametrize("mark", Mark)
-def test_a_mark_is_found_wherever_its_block_is(mark: Mark) -> None:
+def test_a_mark_is_found_in_any_nested_block(mark: Mark) -> None:
     expected = ["one.free", "several.free", "whole"] if mark == Mark.MUTABLE else []
     assert list(marked(Outer, mark)) == expected
 
@@ -347,7 +347,7 @@ def as_python(cel: str) -> str:
 
 @settings(max_examples=300)
 @given(conditions, st.fixed_dictionaries({name.partition(".")[2]: st.integers(0, 3) for name in FIELDS}))
-def test_an_api_server_is_told_what_is_asked_here(condition: str, values: dict[str, int]) -> None:
+def test_a_rule_in_cel_gives_the_result_of_python(condition: str, values: dict[str, int]) -> None:
     spec: Any = SimpleNamespace(training=SimpleNamespace(**values))
     assert bool(eval(as_python(to_cel(condition)), {}, values)) == bool(value_of(condition, spec))
     assert set(fields_of(condition)) == {name for name in FIELDS if name in condition}
@@ -366,7 +366,7 @@ def test_an_api_server_is_told_what_is_asked_here(condition: str, values: dict[s
          'self.spec.?restart.?id.orValue("").split("/").exists(part, part == "..")'),
     ],
 )  # fmt: skip
-def test_a_field_is_read_with_its_default_unless_it_is_compared_with_none(condition: str, cel: str) -> None:
+def test_cel_reads_a_field_with_its_default_unless_compared_with_none(condition: str, cel: str) -> None:
     assert to_cel(condition) == cel
 
 

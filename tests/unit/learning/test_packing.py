@@ -87,7 +87,7 @@ def test_a_group_that_fits_stays_whole(groups: list[tuple[int, list[int]]]) -> N
 
 
 @given(lengths_lists, st.integers(1, 100), st.integers(1, 4))
-def test_samples_of_different_prompts_are_packed_as_ever(lengths: list[int], budget: int, ranks: int) -> None:
+def test_packing_groups_of_single_samples_equals_packing_samples(lengths: list[int], budget: int, ranks: int) -> None:
     prompts = [(number,) for number in range(len(lengths))]
     groups = pack_groups(prompts, [length - 1 for length in lengths], budget, multiple_of=ranks)
     assert groups == pack(lengths, budget, multiple_of=ranks)

@@ -10,7 +10,7 @@ from rlhfspec.errors import LinkError
 from rlhfspec.moves.migration.engine_calls import EngineCalls, EngineStopped
 
 
-async def test_one_at_least_and_no_more_than_the_budget() -> None:
+async def test_run_makes_at_least_one_call_and_stops_after_its_budget() -> None:
     calls = EngineCalls()
     made: list[int] = []
     waiting = [calls.call(lambda index=index: (made.append(index), time.sleep(0.002))) for index in range(3)]
@@ -23,7 +23,7 @@ async def test_one_at_least_and_no_more_than_the_budget() -> None:
     assert calls.longest_seconds >= 0.002
 
 
-async def test_what_it_raises_on_purpose_comes_back_and_a_bug_ends_the_thread_too() -> None:
+async def test_an_expected_error_reaches_the_caller_and_a_bug_ends_the_thread_too() -> None:
     def refuse() -> None:
         raise LinkError("x", "cut")
 
@@ -44,7 +44,7 @@ async def test_what_it_raises_on_purpose_comes_back_and_a_bug_ends_the_thread_to
     thread.join()
 
 
-async def test_when_it_is_closed_nobody_waits_for_ever() -> None:
+async def test_closing_engine_calls_fails_all_waiting_callers() -> None:
     calls = EngineCalls()
     waiting, cancelled = calls.call(lambda: 1), calls.call(lambda: 2)
     cancelled.cancel()

@@ -35,7 +35,7 @@ def lives(seeds: range, **bugs: Any) -> Counter[str]:
     return ends
 
 
-def test_many_lives_end_with_one_owner_each() -> None:
+def test_random_histories_of_moves_end_with_one_owner_each() -> None:
     ends = lives(range(600))
     assert min(ends[how] for how in ("kv", "tokens", "kept")) > 50, "what is checked does happen"
     assert ends["lost"] > 0
@@ -93,14 +93,14 @@ class BelievesGoneForEver(MoveSource):
 
 
 @pytest.mark.parametrize(("bug", "first"), [(NoTombstone, 1500), (ForgetsWhatItTook, 150), (TakesWithoutALease, 1100)])
-def test_a_destination_without_one_rule_is_found_out(bug: Callable[[str], Destination], first: int) -> None:
+def test_a_broken_rule_of_the_destination_is_detected(bug: Callable[[str], Destination], first: int) -> None:
     """`first` is a seed near the failing life, which saves time."""
     with pytest.raises(AssertionError):
         lives(range(first, first + 3000), make_destination=bug)
 
 
 @pytest.mark.parametrize("bug", [NoDoubt, TakesBackAfterDoubt])
-def test_a_source_without_one_rule_is_found_out(bug: Callable[..., MoveSource]) -> None:
+def test_a_broken_rule_of_the_source_is_detected(bug: Callable[..., MoveSource]) -> None:
     with pytest.raises(AssertionError):
         lives(range(3000), make_source=bug)
 
@@ -136,7 +136,7 @@ def passed_on(world: World) -> World:
     return world
 
 
-def test_what_came_is_not_passed_on_before_its_source_let_go() -> None:
+def test_a_moved_sample_is_not_passed_on_before_its_source_let_go() -> None:
     world = passed_on(handed_over_and_nobody_said_so())
     assert world.ends == ["kept"], "1 kept it, and died with it; 0 had not forgotten it"
     with pytest.raises(AssertionError, match="s0 runs at"):
@@ -163,7 +163,7 @@ def passed_on_long_after(world: World) -> World:
     return world
 
 
-def test_a_source_that_doubted_too_long_believes_no_news() -> None:
+def test_a_source_ignores_news_that_arrives_after_its_doubt_expired() -> None:
     assert passed_on_long_after(handed_over_and_nobody_said_so()).ends == ["kv", "lost"]
     with pytest.raises(AssertionError, match="s0 runs at"):
         passed_on_long_after(handed_over_and_nobody_said_so(make_source=BelievesGoneForEver))
@@ -226,12 +226,12 @@ def test_a_header_that_lies_is_refused_or_harmless(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("header", [[], None, "x", {"message": "Message"}, {"message": "__class__"}, {"message": []}])
-def test_a_header_that_is_none_is_refused(header: object) -> None:
+def test_a_message_with_an_invalid_header_is_refused(header: object) -> None:
     with pytest.raises(MalformedRecord):
         from_bytes(sealed(header))
 
 
-def test_two_that_arrive_at_once_and_one_too_many() -> None:
+def test_leases_beyond_the_limit_are_refused() -> None:
     end = Destination("d")
     for index in range(theirs.MOST_LEASES):
         message = dataclasses.replace(RESERVE, sample=f"x{index}", number=index + 1)
@@ -244,7 +244,7 @@ def test_two_that_arrive_at_once_and_one_too_many() -> None:
     assert end.arrived(late, LEASE_SECONDS).reply is not None, "its number is used up"
 
 
-def test_what_was_long_ago_is_unknown_and_never_refused() -> None:
+def test_a_forgotten_move_is_answered_with_unknown() -> None:
     end = Destination("d")
     end.arrived(RESERVE, 0.0)
     end.done(RESERVE, 0.0)
@@ -255,7 +255,7 @@ def test_what_was_long_ago_is_unknown_and_never_refused() -> None:
     assert end.arrived(messages.Ask(**HEAD), 0.0).reply == messages.Unknown(**HEAD)
 
 
-def test_a_machine_that_is_over_does_nothing() -> None:
+def test_a_finished_source_ignores_further_events() -> None:
     machine = MoveSource("m", "x", source="s", destination="d", numbers=itertools.count(1))
     machine.start()
     machine.on(ours.Failed("finished", "length"), 0.0)

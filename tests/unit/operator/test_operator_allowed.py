@@ -98,7 +98,7 @@ OF_OURS = ("prepare", "control", "prompts", "trainer", "rebalancer")
 
 
 @pytest.mark.parametrize(("name", "role"), [*product(REFUSED, ["reward"]), *product(REFUSED_OF_OURS, OF_OURS)])
-def test_no_field_that_is_not_listed_and_no_code_of_the_user_in_other_roles(name: str, role: str) -> None:
+def test_unlisted_pod_fields_are_refused_and_code_in_other_roles_too(name: str, role: str) -> None:
     spec, field = (REFUSED if role == "reward" else REFUSED_OF_OURS)[name]
     for where, changes in (
         ("spec.podTemplate", {"podTemplate": {"spec": spec}}),
@@ -110,13 +110,13 @@ def test_no_field_that_is_not_listed_and_no_code_of_the_user_in_other_roles(name
 
 
 @pytest.mark.parametrize("role", ["prepare", "control"])
-def test_no_image_of_the_user_in_other_roles(role: str) -> None:
+def test_an_image_is_refused_in_roles_that_run_no_user_code(role: str) -> None:
     assert refusal(roles={role: {"image": "mine"}}).startswith(
         f"spec.roles.{role}.image: not allowed in pods of {role}"
     )
 
 
-def test_no_annotations() -> None:
+def test_pod_annotations_are_refused() -> None:
     """They give networks, tokens and cloud roles."""
     said = refusal(podTemplate={"metadata": {"annotations": {"k8s.v1.cni.cncf.io/networks": "host"}}})
     assert said.startswith("spec.podTemplate.metadata.annotations:")
@@ -148,14 +148,14 @@ def test_an_object_without_the_label_is_refused_and_one_with_it_is_not(name: str
     changes = {"roles": {"reward": {"podTemplate": {"spec": NAMED[name]}}}}
     said = refusal(**changes)
     assert said.startswith("spec.roles.reward.podTemplate.spec.")
-    assert "is not there, or has no label rlhfspec.io/jobs-may-use=true" in said
+    assert "does not exist, or has no label rlhfspec.io/jobs-may-use=true" in said
     World(job_body(**changes), labelled={"another", "runs"}).to_running()
 
 
 def test_storage_of_the_job_needs_the_label_too() -> None:
     assert refusal(storage={"claim": "another"}).startswith("spec.storage.claim: PersistentVolumeClaim another is not")
     store = {"uri": "s3://bucket/team", "secret": "another"}
-    assert refusal(storage=store).startswith("spec.storage.secret: Secret another is not there")
+    assert refusal(storage=store).startswith("spec.storage.secret: Secret another does not exist")
     running(storage={"claim": "runs"})
 
 
@@ -197,12 +197,12 @@ USUAL = {
 }  # fmt: skip
 
 
-def test_what_jobs_usually_need_is_allowed_and_their_containers_have_no_privileges() -> None:
+def test_usual_pod_settings_are_allowed_and_sidecars_have_no_privileges() -> None:
     [sidecar] = running(**USUAL).pods["sums-reward-0"]["spec"]["initContainers"]
     assert sidecar["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
-def test_the_administrator_allows_more_and_less() -> None:
+def test_an_administrator_can_allow_more_and_fewer_fields() -> None:
     fields = (*Allowed().fields, "spec.serviceAccountName=judge", "spec.volumes.nfs")
     more = SETTINGS.model_copy(update={"allowed": Allowed(fields=fields, code_roles=("generator",))})
 
@@ -220,7 +220,7 @@ def situation_of(world: World) -> Any:
     return Situation(view_of(world.body), world.observed(), world.settings, world.now, Memory())
 
 
-def test_what_the_charts_template_adds_is_not_the_jobs() -> None:
+def test_a_job_may_not_name_what_the_template_of_the_chart_adds() -> None:
     """Its sidecars and volumes may hold what no user of jobs may read."""
     template = {"spec": {"containers": [{"name": "vault", "image": "v"}], "volumes": [{"name": "keys"}]}}
     cluster = SETTINGS.model_copy(update={"pod_template": template})
@@ -229,7 +229,7 @@ def test_what_the_charts_template_adds_is_not_the_jobs() -> None:
         worker(volumeMounts=[{"name": "keys", "mountPath": "/keys"}]),
     ):
         world = World(job_body(roles={"reward": {"podTemplate": {"spec": spec}}}), settings=cluster)
-        assert "names what belongs to the operator or its chart" in config_problem(situation_of(world))
+        assert "this name is reserved by the operator or its chart" in config_problem(situation_of(world))
     world = World(settings=cluster)
     [*_, pod] = objects_for(situation_of(world), [("reward", 0)])
     assert "securityContext" not in pod["spec"]["containers"][1], "the administrator says what it may"

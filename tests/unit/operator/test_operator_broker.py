@@ -9,7 +9,7 @@ from rlhfspec.operator.deciding.observed import Said
 from rlhfspec.operator.shared import broker
 
 
-async def test_after_one_missed_dial_the_next_comes_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_missed_dial_of_the_broker_is_repeated_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broker, "DIAL_SECONDS", 3600.0)
     monkeypatch.setattr(broker, "DIAL_AGAIN_SECONDS", 0.0)
     port = free_port()
@@ -21,7 +21,7 @@ async def test_after_one_missed_dial_the_next_comes_soon(monkeypatch: pytest.Mon
     assert said == Said("BrokerUnavailable", f"NATS at 127.0.0.1:{port}: Connection refused")
 
 
-async def test_a_server_that_answers_late_is_no_server_that_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_broker_is_not_reported_as_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one does on a busy node while jobs start."""
     monkeypatch.setattr(broker, "MOST_MISSED", 1)
 

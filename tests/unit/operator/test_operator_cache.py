@@ -34,7 +34,7 @@ def phases(cache: Cache) -> list[tuple[str, str]]:
     return [(pod.uid, pod.phase) for pod in cache.pods(KEY)]
 
 
-def test_nothing_goes_back_in_time() -> None:
+def test_older_versions_of_pods_and_jobs_are_ignored() -> None:
     cache = cache_of_a_job()
     assert cache.put_pod(pod(version=5, phase="Running")) == KEY
     assert cache.put_pod(pod(version=4, phase="Pending")) is None
@@ -43,7 +43,7 @@ def test_nothing_goes_back_in_time() -> None:
     assert cache.put_job(job(version=9)) is None
 
 
-def test_what_the_user_wrote_is_read_again_only_when_it_changed() -> None:
+def test_a_job_is_parsed_again_only_when_its_user_changed_it() -> None:
     cache, body = Cache(), {**job_body(), "status": {}}
     key = ("rl", "sums")
 
@@ -60,7 +60,7 @@ def test_what_the_user_wrote_is_read_again_only_when_it_changed() -> None:
     assert read_after(5, spec=spec_of(training={"steps": 11})) == other
 
 
-def test_a_pod_that_was_seen_to_go_does_not_come_back() -> None:
+def test_a_deleted_pod_does_not_come_back_with_an_older_version() -> None:
     """It does with a later version: the API server reports one whose labels changed as deleted."""
     cache = cache_of_a_job()
     cache.put_pod(pod(version=5))
@@ -74,7 +74,7 @@ def test_a_pod_that_was_seen_to_go_does_not_come_back() -> None:
     assert phases(cache) == [("p1", "Pending")]
 
 
-def test_another_pod_of_the_name_takes_its_place_and_none_of_its_warnings() -> None:
+def test_a_new_pod_of_the_same_name_inherits_no_warnings() -> None:
     cache = cache_of_a_job()
     cache.put_pod(pod())
     assert cache.put_warning(warning("e1", "no such image")) == KEY
@@ -85,7 +85,7 @@ def test_another_pod_of_the_name_takes_its_place_and_none_of_its_warnings() -> N
     assert phases(cache) == [("p2", "Pending")]
 
 
-def test_a_warning_of_another_namespace_is_none() -> None:
+def test_a_warning_of_another_namespace_is_ignored() -> None:
     """Users who may write events there may write any uid."""
     cache, foreign = cache_of_a_job(), warning("e1", "no such image")
     cache.put_pod(pod())
@@ -94,7 +94,7 @@ def test_a_warning_of_another_namespace_is_none() -> None:
     assert cache.pods(KEY)[0].warnings == ()
 
 
-def test_a_warning_that_is_told_again_is_one_warning() -> None:
+def test_a_repeated_warning_is_kept_once() -> None:
     cache = cache_of_a_job()
     cache.put_pod(pod())
     for message in ("try 1", "try 2", "try 2"):
@@ -102,7 +102,7 @@ def test_a_warning_that_is_told_again_is_one_warning() -> None:
     assert [said.message for said in cache.pods(KEY)[0].warnings] == ["try 2"]
 
 
-def test_a_list_removes_what_went_unseen_but_not_what_came_meanwhile() -> None:
+def test_a_list_removes_only_pods_that_existed_before_it_began() -> None:
     cache = cache_of_a_job()
     for number in range(3):
         cache.put_pod(pod(f"p{number}", worker=number))
@@ -112,7 +112,7 @@ def test_a_list_removes_what_went_unseen_but_not_what_came_meanwhile() -> None:
     assert [uid for uid, _ in phases(cache)] == ["p1", "p9"]
 
 
-def test_a_job_made_anew_begins_with_nothing() -> None:
+def test_a_recreated_job_inherits_no_state() -> None:
     cache = Cache()
     cache.put_job(job())
     cache.tried(KEY, DryRunResult(1, "no"))
@@ -133,9 +133,7 @@ def test_a_job_made_anew_begins_with_nothing() -> None:
         [{"kind": "RLHFJob", "name": "other", "uid": "j2", "controller": True}],
     ],
 )
-def test_pods_of_others_are_nothing_to_us_and_one_whose_owner_somebody_changed_leaves_its_job(
-    owners: list[dict[str, Any]],
-) -> None:
+def test_a_pod_that_no_job_owns_is_ignored_and_leaves_its_former_job(owners: list[dict[str, Any]]) -> None:
     """Labels make no difference, nor an older job of the name; such a pod cannot report either."""
     for known in ([], [pod()]):
         cache, other = cache_of_a_job(), pod(version=2)
@@ -147,7 +145,7 @@ def test_pods_of_others_are_nothing_to_us_and_one_whose_owner_somebody_changed_l
 
 
 @pytest.mark.parametrize("skew", [-3600, 0, 46, 3600])
-def test_a_pods_grace_is_counted_by_our_own_clock(skew: float) -> None:
+def test_the_grace_of_a_pod_is_measured_by_the_clock_of_the_operator(skew: float) -> None:
     """The API server's clock may be wrong; a second, shorter grace counts from the first mark."""
     now = 100.0
     cache = cache_of_a_job(now=lambda: now)
@@ -170,7 +168,7 @@ def test_a_pods_grace_is_counted_by_our_own_clock(skew: float) -> None:
     assert left() == pytest.approx(-15, abs=1)
 
 
-def test_whose_a_pod_is_and_which_worker_say_its_owner_and_its_name() -> None:
+def test_the_owner_and_the_name_of_a_pod_identify_its_worker_not_labels() -> None:
     """Users who may write pods may write labels."""
     cache, relabelled = cache_of_a_job(), pod(version=2)
     relabelled["metadata"]["labels"] = {names.ROLE: "trainer", names.WORKER: "7", names.JOB: "other"}
@@ -181,7 +179,7 @@ def test_whose_a_pod_is_and_which_worker_say_its_owner_and_its_name() -> None:
     assert cache.put_pod(shell) is None
 
 
-def test_what_was_in_the_way_and_is_gone_is_forgotten() -> None:
+def test_a_refusal_is_forgotten_once_the_pod_in_the_way_is_gone() -> None:
     cache, older = cache_of_a_job(), pod()
     older["metadata"]["ownerReferences"][0]["uid"] = "j0"
     older["metadata"] |= {"deletionTimestamp": "2026-01-01T00:01:00Z"}
@@ -194,7 +192,7 @@ def test_what_was_in_the_way_and_is_gone_is_forgotten() -> None:
     assert not cache.is_leaving(KEY, name)
 
 
-def test_a_job_of_another_manager_is_not_known() -> None:
+def test_a_job_managed_by_another_controller_is_ignored() -> None:
     cache, theirs = Cache(), job()
     theirs["spec"] = {"managedBy": "kueue.x-k8s.io/multikueue"}
     assert (cache.put_job(theirs), cache.jobs()) == (None, [])

@@ -38,7 +38,7 @@ def kueue_knows(world: World, type_: str) -> dict[str, Any]:
 # --- what Kueue is told ----------------------------------------------------------------------------------------------
 
 
-def test_the_workload_asks_for_everybody_who_runs_together() -> None:
+def test_the_workload_requests_all_roles_that_run_together() -> None:
     gpu = {"limits": {"nvidia.com/gpu": 1}}
     template = {"spec": {"nodeSelector": {"zone": "a"}, "initContainers": [{"name": "wait", "image": "busybox"}]}}
     generator = {"workers": 2, "replicas": {"min": 1, "max": 3}, "resources": gpu, "podTemplate": template}
@@ -71,12 +71,12 @@ def test_the_priority_class_goes_with_its_number() -> None:
     assert (spec["priority"], spec["queueName"]) == (7, "gpus")
 
 
-def test_without_a_name_it_is_the_queue_default() -> None:
+def test_a_job_without_a_queue_name_uses_the_queue_default() -> None:
     world = queued(scheduling={"gang": "kueue"})
     assert world.workload["spec"]["queueName"] == "default"
 
 
-def test_an_operator_without_kueue_says_so() -> None:
+def test_a_queued_job_fails_if_the_operator_has_no_kueue() -> None:
     world = World(job_body(**QUEUED))
     world.settle()
     assert (world.phase, world.status["reason"], world.workload) == ("Failed", "BadConfig", None)
@@ -86,7 +86,7 @@ def test_an_operator_without_kueue_says_so() -> None:
 # --- a life ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_job_waits_in_kueues_words_and_then_runs_where_kueue_says() -> None:
+def test_a_queued_job_shows_the_message_of_kueue_and_runs_once_admitted() -> None:
     world = queued()
     world.kueue_says(
         "QuotaReserved", False, "Pending", "insufficient unused quota for cpu in flavor spot, 2 more needed"
@@ -116,7 +116,7 @@ def test_a_job_that_is_over_gives_its_quota_back_once_nothing_of_it_runs() -> No
     assert (finished["status"], finished["reason"]) == ("True", "Succeeded")
 
 
-def test_a_job_that_is_wrong_leaves_the_queue_and_comes_back() -> None:
+def test_a_wrong_job_leaves_the_queue_and_returns_when_corrected() -> None:
     world = queued()
     world.admit()
     world.workload_writes.clear()
@@ -128,7 +128,7 @@ def test_a_job_that_is_wrong_leaves_the_queue_and_comes_back() -> None:
 
 
 @pytest.mark.parametrize(("reason", "at_once"), [("Preempted", "True"), ("Deactivated", "False")])
-def test_an_eviction_closes_the_run_the_trainer_first(reason: str, at_once: str) -> None:
+def test_an_eviction_ends_the_trainer_first_and_then_the_run(reason: str, at_once: str) -> None:
     world = running()
     world.deletes.clear()
     world.evict(reason, "somebody else is more important")
@@ -138,7 +138,7 @@ def test_an_eviction_closes_the_run_the_trainer_first(reason: str, at_once: str)
     assert kueue_knows(world, "QuotaReserved")["status"] == "True", "the pods still need it"
     world.wind_down()
     assert (world.phase, world.pods) == ("Pending", {})
-    assert world.status["message"] == f"Kueue evicted it ({reason}): somebody else is more important"
+    assert world.status["message"] == f"Kueue evicted the job ({reason}): somebody else is more important"
     assert "admission" not in world.workload["status"]
     conditions = {type_: kueue_knows(world, type_)["status"] for type_ in ("QuotaReserved", "Admitted", "PodsReady")}
     assert set(conditions.values()) == {"False"}, conditions
@@ -150,7 +150,7 @@ def test_an_eviction_closes_the_run_the_trainer_first(reason: str, at_once: str)
     assert world.status["run"]["number"] == 2
 
 
-def test_a_suspended_job_stands_in_no_queue() -> None:
+def test_a_suspended_job_has_no_workload_in_the_queue() -> None:
     world = running()
     world.edit(suspend=True).settle()
     assert world.workload is not None, "its pods still need the quota"
@@ -168,7 +168,7 @@ def test_a_job_that_begins_anew_keeps_its_quota() -> None:
     assert (world.status["run"]["number"], world.workload_writes) == (2, [])
 
 
-def test_a_queued_job_that_asks_for_something_else_queues_anew() -> None:
+def test_a_changed_request_of_a_queued_job_makes_a_new_workload() -> None:
     world = queued()
     world.workload_writes.clear()
     world.edit(scheduling={"gang": "kueue", "queue": "other"}).settle()
@@ -178,7 +178,7 @@ def test_a_queued_job_that_asks_for_something_else_queues_anew() -> None:
     assert (world.workload, list(world.pods)) == (None, ["sums-prepare-0"]), "it waits for nobody any more"
 
 
-def test_no_generator_is_started_that_has_no_quota() -> None:
+def test_generators_without_quota_are_not_started() -> None:
     world = running(roles={"generator": {"workers": 2}})
     world.edit(roles={"generator": {"workers": 4}}).settle()
     assert sum("generator" in name for name in world.pods) == 2
@@ -189,7 +189,7 @@ def test_no_generator_is_started_that_has_no_quota() -> None:
 # --- what may go wrong -----------------------------------------------------------------------------------------------
 
 
-def test_a_workload_that_is_away_stops_nobody_and_is_made_again() -> None:
+def test_a_missing_workload_is_made_again_before_any_pod_ends() -> None:
     world = running()
     world.deletes.clear()
     world.workload = None
@@ -199,7 +199,7 @@ def test_a_workload_that_is_away_stops_nobody_and_is_made_again() -> None:
     assert (world.phase, [delete.name for delete in world.deletes]) == ("Suspending", ["sums-trainer-0"])
 
 
-def test_checks_that_are_not_passed_yet_are_named() -> None:
+def test_pending_admission_checks_are_named_in_the_status() -> None:
     world = queued()
     world.kueue_says("QuotaReserved", True)
     world._workload_status(admissionChecks=[{"name": "nodes", "state": "Pending", "message": "asked for 2 nodes"}])
@@ -221,14 +221,14 @@ def test_a_run_waits_for_the_flavor_that_kueue_chose() -> None:
     world.admit()
     world.settle()
     assert (world.pods, world.status["reason"]) == ({}, "Queued")
-    assert world.status["message"] == "ResourceFlavor spot, which Kueue chose, is not there"
+    assert world.status["message"] == "ResourceFlavor spot, chosen by Kueue, does not exist"
     assert world.plan().requeue_seconds is not None
     world.flavors["spot"] = SPOT
     world.settle()
     assert list(world.pods) == ["sums-prepare-0"]
 
 
-def test_without_kueue_the_job_says_what_is_missing() -> None:
+def test_a_refused_workload_is_reported_with_a_hint_to_install_kueue() -> None:
     world = World(job_body(**QUEUED), settings=KUEUE)
     name = "rlhfjob-sums-6f1c-42"
     said = "404 page not found"
@@ -242,17 +242,17 @@ def test_without_kueue_the_job_says_what_is_missing() -> None:
     assert world.workload is not None
 
 
-def test_kueue_that_says_nothing_is_said_to() -> None:
+def test_a_silent_kueue_is_reported_after_some_seconds() -> None:
     world = queued()
     assert world.status["reason"] == ""
     world.pass_time(6).settle()
-    assert world.status["message"] == "queue gpus: Kueue has said nothing yet; does it run?"
+    assert world.status["message"] == "queue gpus: Kueue has not responded yet; is it running?"
 
 
 # --- what the watches say --------------------------------------------------------------------------------------------
 
 
-def test_nothing_known_of_a_workload_goes_back_in_time() -> None:
+def test_an_older_version_of_a_workload_is_ignored() -> None:
     world, known = queued(), Workloads()
     old = {**world.workload, "metadata": world.workload["metadata"] | {"resourceVersion": "5"}}
     assert known.put({**old, "metadata": old["metadata"] | {"resourceVersion": "7"}}) == ("rl", "sums")
@@ -262,7 +262,7 @@ def test_nothing_known_of_a_workload_goes_back_in_time() -> None:
     assert known.of("6f1c-42").workload is None
 
 
-def test_the_same_job_asks_for_the_same_whatever_its_run() -> None:
+def test_the_request_of_a_workload_does_not_depend_on_the_run() -> None:
     world = queued()
     asked = world.workload["metadata"]["annotations"]
     world.admit()

@@ -87,7 +87,7 @@ def storage_mounts(container: Json) -> list[Json]:
         *((role, {"storage": {"uri": "s3://bucket/team"}}, [{"mountPath": WHOLE}]) for role in ("prepare", "reward")),
     ],
 )  # fmt: skip
-def test_of_the_claim_a_pod_writes_its_run_folder_alone(role: str, spec: Json, mounts: list[Json]) -> None:
+def test_a_role_mounts_only_the_parts_of_the_claim_that_it_needs(role: str, spec: Json, mounts: list[Json]) -> None:
     container = container_of(role, **spec)
     assert storage_mounts(container) == mounts
     writes_all = mounts == [{"mountPath": WHOLE}]
@@ -117,7 +117,7 @@ def test_claims_that_a_job_mounts_itself_are_read_only() -> None:
     assert storage_mounts(container) == READ_ONLY
 
 
-def test_claims_of_the_charts_template_are_as_it_says() -> None:
+def test_claims_in_the_template_of_the_chart_are_mounted_as_written() -> None:
     mount = {"name": "datasets", "mountPath": "/datasets"}
     nfs = {"name": "storage", "persistentVolumeClaim": {"claimName": "another"}}
     template = {
@@ -130,19 +130,19 @@ def test_claims_of_the_charts_template_are_as_it_says() -> None:
     assert storage_mounts(pod["spec"]["containers"][0]) == WALLED
 
 
-def test_control_s_token_is_for_the_operator_alone() -> None:
+def test_the_token_of_control_has_the_operator_as_audience() -> None:
     (volume,) = (volume for volume in pod_of("control")["spec"]["volumes"] if volume["name"] == "token")
     assert volume["projected"]["sources"][0]["serviceAccountToken"]["audience"] == names.AUDIENCE
 
 
-def test_everything_belongs_to_the_job() -> None:
+def test_every_object_is_owned_by_the_job_and_labelled() -> None:
     for (kind, name), thing in objects_of().items():
         (owner,) = thing["metadata"]["ownerReferences"]
         assert (owner["kind"], owner["name"], owner["uid"], owner["controller"]) == ("RLHFJob", "sums", "6f1c-42", True)
         assert thing["metadata"]["labels"][names.JOB] == "sums", (kind, name)
 
 
-def test_the_config_map_says_how_to_reach_the_others() -> None:
+def test_the_config_map_holds_the_connections_and_the_job() -> None:
     data = objects_of()["ConfigMap", "sums-connections-6f1c-42"]["data"]
     connections = json.loads(data["connections.json"])
     assert connections["folder"] == "/storage/runs/sums-6f1c-42"
@@ -175,7 +175,7 @@ def test_pods_of_a_job_in_an_object_store_have_a_folder_and_the_credentials_of_i
     assert "envFrom" not in objects_of()["Pod", "sums-trainer-0"]["spec"]["containers"][0]
 
 
-def test_secrets_hold_what_the_settings_give_and_are_the_same_each_time() -> None:
+def test_secrets_hold_the_keys_of_the_settings_and_are_deterministic() -> None:
     secret = objects_of()["Secret", "sums-reward-6f1c-42"]
     run = names.run_uid("6f1c-42", 1)
     assert base64.b64decode(secret["data"]["reward.key"]).decode() == f"sums 6f1c-42 {run} reward 2026"
@@ -193,11 +193,11 @@ def test_secrets_hold_what_the_settings_give_and_are_the_same_each_time() -> Non
         ("reward", {"roles": {"reward": {"image": "mine:1"}}}, "mine:1"),
     ],
 )
-def test_images_are_by_what_a_role_needs(role: str, spec: Json, image: str) -> None:
+def test_a_role_gets_the_image_that_it_needs(role: str, spec: Json, image: str) -> None:
     assert container_of(role, **spec)["image"] == image
 
 
-def test_commands_are_those_of_the_laptop() -> None:
+def test_containers_run_the_commands_of_a_run_on_a_laptop() -> None:
     worker = ["--connections", "/etc/rlhfspec/connections.json", "--worker", "0"]
     assert container_of("reward")["command"] == ["python", "-m", "rlhfspec.reward", *worker]
     ranks = container_of("trainer", roles={"trainer": {"ranksPerNode": 2}})["command"]
@@ -211,7 +211,7 @@ def test_commands_are_those_of_the_laptop() -> None:
     assert container_of("prepare")["command"] == ["python", "-m", "rlhfspec.prepare", *worker[:2]]
 
 
-def test_those_with_something_to_hand_over_get_time_for_it() -> None:
+def test_trainer_and_generator_get_a_long_grace_period() -> None:
     grace = {role: pod_of(role)["spec"]["terminationGracePeriodSeconds"] for role in ROLES}
     assert {role for role, seconds in grace.items() if seconds == LONG_GRACE_SECONDS} == {"trainer", "generator"}
 
@@ -254,7 +254,7 @@ def test_merging_replaces_texts_and_removes_nulls() -> None:
     assert base == {"command": ["a", "b"], "x": {"y": 1, "z": 2}}, "what is given stays as it is"
 
 
-def test_one_block_is_for_all_pods_and_the_last_word_is_the_roles() -> None:
+def test_pod_templates_merge_and_that_of_the_role_wins() -> None:
     def template(node: str, team: str) -> Json:
         return {
             "metadata": {"labels": {"team": team}},
@@ -300,7 +300,7 @@ def test_roles_have_priorities_until_the_job_names_one() -> None:
     assert found(roles=own) == {"generator": "second", "reward": None, "trainer": "top"}
 
 
-def test_a_cluster_that_chooses_users_is_told_none() -> None:
+def test_pods_set_no_user_where_the_cluster_chooses_it() -> None:
     security = objects_of(SETTINGS.model_copy(update={"chooses_user": False}))["Pod", "sums-reward-0"]["spec"][
         "securityContext"
     ]
@@ -323,7 +323,7 @@ def in_worker(**resources: Any) -> Json:
         ({"resources": {"limits": {"example.com/nic": 1, "nvidia.com/gpu": 0}}}, 0),
     ],
 )
-def test_gpus_of_any_name_are_counted_and_choose_the_image(options: Json, count: int) -> None:
+def test_gpus_of_any_resource_name_are_counted_and_select_the_image(options: Json, count: int) -> None:
     settings = SETTINGS.model_copy(update={"gpu_resources": ("nvidia.com/gpu", "nvidia.com/mig-*", "amd.com/gpu")})
     world = running(settings, roles={"trainer": options})
     assert world.status["gpus"] == count
@@ -331,7 +331,7 @@ def test_gpus_of_any_name_are_counted_and_choose_the_image(options: Json, count:
     assert worker["image"] == ("rlhfspec:cuda" if count else "rlhfspec:cpu")
 
 
-def test_a_limit_of_cpu_is_one_of_threads_until_the_template_says_another() -> None:
+def test_a_cpu_limit_sets_the_number_of_threads_unless_the_template_does() -> None:
     limit = {"resources": {"limits": {"cpu": "2500m"}}}
     own = limit | {"podTemplate": {"spec": {"containers": [{"name": "worker", "env": [THREADS | {"value": "1"}]}]}}}
     objects = objects_of(roles={"reward": limit, "generator": own})
@@ -340,7 +340,7 @@ def test_a_limit_of_cpu_is_one_of_threads_until_the_template_says_another() -> N
     assert [each["value"] for each in told["generator"] if each["name"] == "OMP_NUM_THREADS"] == ["1"]
 
 
-def test_a_job_that_names_some_amounts_keeps_the_charts_others() -> None:
+def test_a_job_that_sets_some_resources_keeps_the_others_of_the_chart() -> None:
     chart = {"trainer": {"requests": {"cpu": "2", "memory": "4Gi"}, "limits": {"cpu": "4", "memory": "8Gi"}}}
     settings = SETTINGS.model_copy(update={"resources": chart})
     own = {"limits": {"nvidia.com/gpu": 1}, "requests": {"memory": "32Gi"}}
@@ -363,7 +363,7 @@ def test_a_volume_of_a_template_takes_the_place_of_ours() -> None:
         assert [each for each in volumes if each["name"] == "storage"] == [wanted]
 
 
-def test_resources_and_gpus_are_counted() -> None:
+def test_gpus_of_all_workers_are_counted_in_the_status() -> None:
     world = running(roles={"generator": {"workers": 3, "resources": GPU}, "trainer": {"resources": GPU}})
     assert world.status["gpus"] == 8
     assert world.pods["sums-generator-2"]["spec"]["containers"][0]["resources"] == GPU
@@ -403,7 +403,7 @@ def test_generators_spread_over_the_topology() -> None:
 # --- what is missing -------------------------------------------------------------------------------------------------
 
 
-def test_what_somebody_removed_is_made_again() -> None:
+def test_a_removed_object_is_made_again_when_a_pod_misses_it() -> None:
     world = World()
     world.to_starting()
     world.objects.clear()

@@ -85,7 +85,7 @@ async def working(
 A, B, C = ("team", "a"), ("team", "b"), ("team", "c")
 
 
-async def test_what_happens_together_is_one_look() -> None:
+async def test_simultaneous_events_cause_one_reconcile() -> None:
     look = Looking()
     async with working(look) as (queue, timers):
         for _ in range(50):
@@ -94,7 +94,7 @@ async def test_what_happens_together_is_one_look() -> None:
     assert look.seen == [A]
 
 
-async def test_told_of_while_it_is_looked_at_it_is_looked_at_again() -> None:
+async def test_an_event_during_a_reconcile_causes_another_one() -> None:
     look = Looking()
     look.open.clear()
     async with working(look) as (queue, timers):
@@ -109,7 +109,7 @@ async def test_told_of_while_it_is_looked_at_it_is_looked_at_again() -> None:
     assert (before, look.seen) == ([A], [A, A])
 
 
-async def test_what_comes_in_one_after_the_other_is_not_a_look_each() -> None:
+async def test_events_in_quick_succession_share_reconciles() -> None:
     look = Looking()
     async with working(look) as (queue, timers):
         for _ in range(20):
@@ -119,7 +119,7 @@ async def test_what_comes_in_one_after_the_other_is_not_a_look_each() -> None:
     assert len(look.seen) == pytest.approx(2.0 / REST_SECONDS + 1, abs=1)
 
 
-async def test_how_late_a_look_was_is_told() -> None:
+async def test_the_queue_reports_how_late_each_reconcile_was() -> None:
     look, waited = Looking(), list[float]()
     look.open.clear()
     async with working(look, workers=1, waited=waited.append) as (queue, timers):
@@ -145,7 +145,7 @@ async def test_a_busy_job_does_not_keep_the_others_waiting() -> None:
     assert look.seen == [A, B, C, A]
 
 
-async def test_a_crowd_of_one_namespace_keeps_no_other_waiting() -> None:
+async def test_many_jobs_of_one_namespace_do_not_delay_other_namespaces() -> None:
     crowd = [("crowd", str(number)) for number in range(100)]
     look = Looking()
     look.open.clear()
@@ -160,7 +160,7 @@ async def test_a_crowd_of_one_namespace_keeps_no_other_waiting() -> None:
     assert [key for key in look.seen if key in crowd] == crowd
 
 
-async def test_a_look_that_hangs_holds_up_no_other_job() -> None:
+async def test_a_hanging_reconcile_delays_no_other_job() -> None:
     look = Looking()
     hangs = asyncio.Event()
 
@@ -182,7 +182,7 @@ async def test_a_look_that_hangs_holds_up_no_other_job() -> None:
 @pytest.mark.parametrize(
     "answer", [ReconcileResult(0.0, did="the same"), ReconcileResult(failed=True), ReconcileResult(0.0, failed=True)]
 )
-async def test_the_same_over_and_over_slows_down(answer: ReconcileResult) -> None:
+async def test_a_reconcile_that_repeats_itself_backs_off(answer: ReconcileResult) -> None:
     at: list[float] = []
 
     async def look(key: Key) -> ReconcileResult:
@@ -197,7 +197,7 @@ async def test_the_same_over_and_over_slows_down(answer: ReconcileResult) -> Non
     assert at[-1] - at[-2] == pytest.approx(LONGEST_BACKOFF_SECONDS, rel=0.1)
 
 
-async def test_a_look_that_does_something_new_does_not_wait() -> None:
+async def test_a_reconcile_with_new_results_is_not_delayed() -> None:
     look = Looking(lambda key: ReconcileResult(0.1, did=len(look.seen)))
     async with working(look) as (queue, timers):
         queue.tell(A)
@@ -205,19 +205,19 @@ async def test_a_look_that_does_something_new_does_not_wait() -> None:
     assert len(look.seen) == pytest.approx(100, abs=3)
 
 
-async def test_a_look_that_raises_stops_nobody(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failing_reconcile_stops_no_other_job(caplog: pytest.LogCaptureFixture) -> None:
     look = Looking(lambda key: ReconcileResult() if key != A else ReconcileResult(requeue_seconds=1 / 0))
     async with working(look, workers=1) as (queue, timers):
         for key in (A, B, C):
             queue.tell(key)
         await timers.advance(1.0)
     assert set(look.seen) == {A, B, C}
-    assert "the reconcile of team/a failed" in caplog.text
+    assert "reconciling team/a failed" in caplog.text
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([A, B, C]), st.floats(0, 3), st.booleans()), max_size=40), st.integers(1, 3))
-def test_whatever_is_told_is_looked_at_afterwards(told: list[tuple[Key, float, bool]], workers: int) -> None:
+def test_every_event_is_followed_by_a_reconcile(told: list[tuple[Key, float, bool]], workers: int) -> None:
     async def check() -> None:
         look = Looking()
         async with working(look, workers) as (queue, timers):

@@ -20,7 +20,7 @@ def again(world: World) -> None:
     world.pass_time(40.0).wind_down()
 
 
-def test_a_node_is_told_which_it_is_and_where_the_first_is() -> None:
+def test_a_node_gets_its_number_and_the_address_of_the_first_node() -> None:
     world = running(roles=TWO)
     for node, name in enumerate((FIRST, SECOND)):
         spec = world.pods[name]["spec"]
@@ -51,7 +51,7 @@ def opened(is_on: bool = True, **roles: Any) -> set[str]:
     return {name.removesuffix("-sums-6f1c-42") for name in made}
 
 
-def test_ports_are_open_within_a_job_that_needs_them() -> None:
+def test_network_ports_open_only_for_jobs_that_need_them() -> None:
     gpu = {"resources": {"limits": {"nvidia.com/gpu": 1}}}
     assert opened() == opened(generator=gpu) == opened(trainer=gpu) == set()
     assert opened(generator={"weights": "group"}) == {"weights"}
@@ -62,7 +62,7 @@ def test_ports_are_open_within_a_job_that_needs_them() -> None:
     assert opened(generator=gpu | {"weights": "store"}, trainer=gpu) == set()
 
 
-def test_only_the_first_node_answers_and_is_asked() -> None:
+def test_only_the_first_node_has_probes_and_ports() -> None:
     world = running(roles=TWO)
     first, second = (world.pods[name]["spec"]["containers"][0] for name in (FIRST, SECOND))
     assert "readinessProbe" in first
@@ -75,14 +75,14 @@ def test_one_node_needs_no_service() -> None:
     assert "subdomain" not in world.pods[FIRST]["spec"]
 
 
-def test_all_nodes_are_of_the_group_that_starts_together() -> None:
+def test_the_pod_group_includes_all_nodes_of_the_trainer() -> None:
     world = running(roles=TWO, scheduling={"gang": "volcano"})
     [group] = [each for (kind, _), each in world.objects.items() if kind == "PodGroup"]
     assert group["spec"]["minMember"] == len([name for name in world.pods if "prepare" not in name])
     assert all("scheduling.k8s.io/group-name" in world.pods[n]["metadata"]["annotations"] for n in (FIRST, SECOND))
 
 
-def test_when_a_rank_is_killed_the_set_begins_again_and_nothing_else() -> None:
+def test_a_killed_rank_restarts_its_set_and_no_other_worker() -> None:
     world = running(roles=TWO)
     before, others = trainers(world), {name for name in world.pods if "-trainer-" not in name}
     world.end_pod(SECOND, 137, KILLED).settle()
@@ -100,7 +100,7 @@ def test_when_a_rank_is_killed_the_set_begins_again_and_nothing_else() -> None:
     assert world.phase == "Running"
 
 
-def test_what_the_others_end_of_is_not_counted_whichever_is_seen_first() -> None:
+def test_ranks_that_end_with_a_killed_one_do_not_count_as_restarts() -> None:
     world = running(roles=TWO)
     world.end_pod(FIRST, 1, "Connection closed by peer (rank 0 of 8 on node 0)")
     world.end_pod(SECOND, 137, KILLED).settle()
@@ -110,7 +110,7 @@ def test_what_the_others_end_of_is_not_counted_whichever_is_seen_first() -> None
     assert world.status["restarts"] == {"total": 1, "counted": 0, "byWorker": {"trainer-1": 1}}
 
 
-def test_a_set_waits_until_every_pod_of_the_earlier_one_is_gone() -> None:
+def test_a_set_of_ranks_restarts_only_after_every_old_pod_is_gone() -> None:
     world = running(roles=TWO)
     world.lost_nodes.add("far")
     world.pods[FIRST]["spec"]["nodeName"] = "far"
@@ -123,9 +123,9 @@ def test_a_set_waits_until_every_pod_of_the_earlier_one_is_gone() -> None:
     assert world.made == []
 
 
-def test_ranks_that_were_let_go_are_waited_with_until_the_first_node_is_done() -> None:
+def test_a_released_rank_is_not_restarted_while_the_first_node_finishes() -> None:
     world = running(roles=TWO)
-    world.end_pod(SECOND, 0, "left: rank 0 let its ranks go")
+    world.end_pod(SECOND, 0, "left: rank 0 released its ranks")
     world.pass_time(5.0).settle()
     assert (world.deletes, world.made) == ([], []), "the first still writes the export"
     world.end_pod(FIRST, 0, "completed: step 10").settle()
@@ -136,10 +136,10 @@ def test_two_nodes_need_a_folder_that_both_see() -> None:
     world = World(job_body(roles=TWO, storage={"uri": "s3://bucket/team"}))
     world.settle()
     assert (world.phase, world.healthy()[1], world.pods) == ("Failed", "BadConfig", {})
-    assert world.healthy()[2].startswith("spec.roles.trainer.nodes: 2: ranks write checkpoints into one folder")
+    assert world.healthy()[2].startswith("spec.roles.trainer.nodes: 2: several nodes need a storage.claim")
 
 
-def test_names_fit_for_the_longest_job() -> None:
+def test_pod_names_fit_the_limit_for_the_longest_job_name() -> None:
     longest = "a" * 52
     assert len(names.pod_name(longest, "trainer", 63)) <= 63
     assert len(names.ranks_name(longest, "12345678-9")) <= 63

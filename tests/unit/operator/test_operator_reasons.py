@@ -49,7 +49,7 @@ def unscheduled(world: World, message: str) -> None:
         ("CreateContainerConfigError", 'secret "mine" not found', "MissingSecret", f'{POD}: secret "mine" not found'),
     ],
 )
-def test_what_keeps_a_container_from_starting(state: str, message: str, reason: str, evidence: str) -> None:
+def test_a_waiting_container_gives_the_job_its_reason(state: str, message: str, reason: str, evidence: str) -> None:
     world = starting()
     waiting(world, state, message)
     world.settle()
@@ -78,7 +78,7 @@ def test_what_keeps_a_container_from_starting(state: str, message: str, reason: 
         ),
     ],
 )
-def test_what_the_scheduler_says(message: str, reason: str, begins: str) -> None:
+def test_an_unschedulable_pod_gives_the_job_its_reason(message: str, reason: str, begins: str) -> None:
     world = starting()
     unscheduled(world, message)
     world.settle()
@@ -105,7 +105,7 @@ def healthy_with(world: World, event: str) -> tuple[str, str, str]:
         ("Unable to attach or mount volumes: timed out waiting for the condition", "StorageUnavailable"),
     ],
 )
-def test_what_the_events_of_a_pod_say(event: str, reason: str) -> None:
+def test_a_warning_event_of_a_pod_gives_the_job_its_reason(event: str, reason: str) -> None:
     world = starting()
     waiting(world, "ContainerCreating")
     assert healthy_with(world, event) == ("False", reason, f"{POD}: {event}")
@@ -123,7 +123,7 @@ def test_what_the_events_of_a_pod_say(event: str, reason: str) -> None:
         "no relationship found between node 'node2' and this object",
     ],
 )
-def test_what_a_kubelet_says_of_the_first_moments_of_every_pod_is_no_reason(event: str) -> None:
+def test_usual_events_of_a_starting_pod_are_no_reason(event: str) -> None:
     world = starting()
     waiting(world, "ContainerCreating")
     assert healthy_with(world, event)[0] == "True"
@@ -137,7 +137,7 @@ def test_what_a_kubelet_says_of_the_first_moments_of_every_pod_is_no_reason(even
         ('pods "sums-reward-0" is forbidden: violates PodSecurity "restricted:latest": ...', "PodRefused"),
     ],
 )
-def test_what_the_api_server_refuses(message: str, reason: str) -> None:
+def test_a_refusal_of_the_api_server_gives_the_job_its_reason(message: str, reason: str) -> None:
     world = World()
     world.refuse = {"reward": message}
     world.to_starting()
@@ -154,17 +154,17 @@ def test_what_the_api_server_refuses(message: str, reason: str) -> None:
 @pytest.mark.parametrize(
     "reason", ["BrokerUnavailable", "RewardFailing", "Stalled", "StorageFull", "RecordUndeliverable"]
 )
-def test_what_control_reports(reason: Any) -> None:
+def test_a_trouble_reported_by_control_gives_the_job_its_reason(reason: Any) -> None:
     world = running()
     world.say(troubles=(Trouble(reason=reason, workers=("reward-0",)),)).settle()
     status, found, message = world.healthy()
     assert (status, found) == ("False", reason)
-    assert message.endswith(" reward-0; its words: kubectl rlhf why")
+    assert message.endswith(" reward-0; details: kubectl rlhf why")
     world.say().settle()
     assert world.healthy()[0] == "True"
 
 
-def test_the_operator_itself_sees_that_the_broker_is_away() -> None:
+def test_the_operator_reports_a_broker_that_does_not_answer() -> None:
     world = running()
     world.broker = Said("TransportUnavailable", "NATS does not answer")
     world.settle()
@@ -187,33 +187,35 @@ def ends(code: int, message: str = "", reason: str = "", times: int = 1) -> Call
         (
             ends(75, "NATS at tls://nats:4222 is away"),
             "BrokerUnavailable",
-            "reward-0: ended with exit code 75; its words: kubectl rlhf why",
+            "reward-0: ended with exit code 75; details: kubectl rlhf why",
         ),
         (
             ends(75, "storage away: s3://b: no route"),
             "StorageUnavailable",
-            "reward-0: storage away: it does not answer; its words: kubectl rlhf why",
+            "reward-0: storage away: it does not answer; details: kubectl rlhf why",
         ),
         (
             ends(1, "[Errno 28] No space left on device"),
             "StorageFull",
-            "reward-0: No space left on device; its words: kubectl rlhf why",
+            "reward-0: No space left on device; details: kubectl rlhf why",
         ),
         (
             ends(1, "boom"),
             "PodsNotReady",
-            "reward-0: ended with exit code 1; its words: kubectl rlhf why; it is started again",
+            "reward-0: ended with exit code 1; details: kubectl rlhf why; it is started again",
         ),
         (ends(139), "PodsNotReady", "reward-0: killed by SIGSEGV; it is started again"),
-        (ends(0), "PodsNotReady", "reward-0: ended with exit code 0, and it was not asked to; it is started again"),
+        (ends(0), "PodsNotReady", "reward-0: ended with exit code 0, without being asked to stop; it is started again"),
         (
             ends(1, "boom", times=2),
             "CrashLoop",
-            "reward-0: 2 failures since step 0, the last: ended with exit code 1; its words: kubectl rlhf why",
+            "reward-0: 2 failures since step 0, the last: ended with exit code 1; details: kubectl rlhf why",
         ),
     ],
 )
-def test_how_a_worker_ended(happen: Callable[[World], None], reason: str, evidence: str) -> None:
+def test_the_end_of_a_worker_gives_the_job_its_reason(
+    happen: Callable[[World], None], reason: str, evidence: str
+) -> None:
     world = running()
     happen(world)
     assert world.healthy() == ("False", reason, evidence)
@@ -223,7 +225,7 @@ def test_how_a_worker_ended(happen: Callable[[World], None], reason: str, eviden
     assert world.healthy()[0] == "True"
 
 
-def test_one_that_failed_again_and_again_is_back_once_it_stays() -> None:
+def test_a_crash_loop_ends_once_the_worker_stays_up() -> None:
     world = running()
     ends(1, "boom", times=2)(world)
     world.run_all()
@@ -235,7 +237,7 @@ def test_one_that_failed_again_and_again_is_back_once_it_stays() -> None:
     assert world.healthy()[0] == "True"
 
 
-def test_control_that_says_nothing_is_noticed_after_a_minute() -> None:
+def test_a_silent_control_is_reported_after_a_minute() -> None:
     world = running()
     world.say(step=1)
     world.pass_time(59).settle()
@@ -247,7 +249,7 @@ def test_control_that_says_nothing_is_noticed_after_a_minute() -> None:
     assert world.healthy()[2] == message, "the same text, or every look would write"
 
 
-def test_control_told_another_replica_what_this_one_never_heard() -> None:
+def test_a_new_leader_waits_a_minute_for_reports_of_control() -> None:
     world = running()
     world.pass_time(300)
     world.listening_since = world.now  # another one was killed, and this one has no report yet
@@ -267,14 +269,14 @@ def test_a_pod_that_is_not_ready_for_long_is_named() -> None:
     assert world.healthy()[1:] == ("PodsNotReady", f"{POD} is Running and not ready since 00:00:00 UTC")
 
 
-def test_the_cause_that_explains_others_is_shown() -> None:
+def test_the_status_shows_the_cause_that_explains_the_others() -> None:
     world = running()
     world.end_pod(POD, 75, "NATS is away")
     world.end_pod("sums-prompts-0", 75, "NATS is away").settle()
     assert world.healthy()[1:] == ("BrokerUnavailable", f"prompts-0: ended with exit code 75; {WHERE} (and 1 more)")
 
 
-def test_refusals_of_pods_that_are_there_by_now_are_no_longer_shown() -> None:
+def test_a_refusal_is_not_shown_once_its_pod_exists() -> None:
     world = running()
     world.refusals["Pod", POD] = Refusal("Pod", POD, "Forbidden", "exceeded quota", world.now)
     world.settle()
@@ -298,7 +300,7 @@ def test_the_page_shows_the_table() -> None:
     assert [row for row in rows if row in phases] == phases
 
 
-def test_every_reason_is_tried_here_or_in_the_life_of_a_job() -> None:
+def test_every_reason_appears_in_some_operator_test() -> None:
     names = ("reasons", "reconcile", "hostile", "kueue")
     files = [file for name in names for file in TESTS.rglob(f"test_operator_{name}.py")]
     assert len(files) == len(names)
@@ -306,7 +308,7 @@ def test_every_reason_is_tried_here_or_in_the_life_of_a_job() -> None:
     assert {cause.reason for cause in CAUSES} | set(OTHERS) <= tried
 
 
-def test_what_is_in_the_way_is_named_and_tried_again_soon() -> None:
+def test_a_foreign_object_in_the_way_is_named_and_retried_soon() -> None:
     """No watch tells when a foreign Secret goes."""
     world = World()
     world.settle()
@@ -314,17 +316,17 @@ def test_what_is_in_the_way_is_named_and_tried_again_soon() -> None:
     world.pods.clear()
     world.refusals["Secret", secret] = Refusal("Secret", secret, "AlreadyExists", "already exists", world.now)
     plan = world.reconcile()
-    said = f"Secret {secret} is there already, and is not of this job: remove it"
+    said = f"Secret {secret} already exists and does not belong to this job: remove it"
     assert world.healthy()[1:] == ("BadConfig", said)
     assert (plan.create, plan.requeue_seconds) == ((), pytest.approx(5.0))
     world.pass_time(5)
     assert [thing["kind"] for thing in world.plan().create] == ["ConfigMap", "Secret", "Pod"]
 
 
-def test_a_pod_of_an_older_job_that_still_ends_is_waited_for() -> None:
+def test_a_pod_of_an_older_job_that_is_still_ending_is_reported() -> None:
     world = World()
     world.settle()
     world.pods.clear()
     world.refusals["Pod", "sums-prepare-0"] = Refusal("Pod", "sums-prepare-0", "Leaving", "already exists", world.now)
     world.settle()
-    assert world.healthy()[1:] == ("PodsNotReady", "sums-prepare-0 of an older job of this name is still ending")
+    assert world.healthy()[1:] == ("PodsNotReady", "sums-prepare-0 of an older job with this name is still terminating")

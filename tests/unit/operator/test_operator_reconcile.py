@@ -20,7 +20,7 @@ def names_of(deletes: list[Delete]) -> list[str]:
 # --- from nothing to the last step ---------------------------------------------------------------------------------
 
 
-def test_a_job_from_nothing_to_its_last_step() -> None:
+def test_a_job_runs_through_all_phases_until_it_succeeds() -> None:
     world = World()
     world.settle()
     assert (world.phase, list(world.pods)) == ("Pending", ["sums-prepare-0"])
@@ -50,13 +50,13 @@ def test_a_job_that_is_complete_shows_its_last_step() -> None:
     assert (world.phase, world.status["progress"]["shown"]) == ("Succeeded", "10/10")
 
 
-def test_finished_pods_go_where_the_job_says_so() -> None:
+def test_pods_of_a_succeeded_job_are_deleted_if_it_says_so() -> None:
     world = running(deletionPolicy={"succeeded": "delete"})
     world.end_pod("sums-trainer-0", 0, "completed: step 10").wind_down()
     assert world.pods == {}
 
 
-def test_a_trainer_that_left_is_no_success() -> None:
+def test_a_trainer_that_left_is_restarted_without_counting() -> None:
     world = running()
     world.end_pod("sums-trainer-0", 0, "left: asked to").settle()
     assert world.phase == "Running"
@@ -64,7 +64,7 @@ def test_a_trainer_that_left_is_no_success() -> None:
     assert world.status["restarts"]["counted"] == 0
 
 
-def test_a_job_that_is_wrong_never_starts_until_it_is_corrected() -> None:
+def test_a_wrong_job_starts_only_after_it_is_corrected() -> None:
     world = World(job_body(training={"steps": 0}))
     world.settle()
     assert (world.phase, world.pods) == ("Failed", {})
@@ -91,7 +91,7 @@ def test_a_job_that_prepare_refused_after_an_edit_goes_on_once_it_is_edited_back
     assert world.phase == "Suspended"
     world.edit(suspend=False, podTemplate={"spec": {"nodeSelector": {"disk": "old"}}}).settle()
     world.run_all().end_pod("sums-prepare-0", 78, "spec.storage.runFolder: holds the run of another job").settle()
-    refused = "prepare-0: spec.storage.runFolder is refused; its words: kubectl rlhf why"
+    refused = "prepare-0: spec.storage.runFolder is refused; details: kubectl rlhf why"
     assert (world.phase, world.healthy()) == ("Failed", ("False", "BadConfig", refused))
     world.edit(suspend=True, podTemplate={}).settle()
     assert (world.phase, world.healthy()[0]) == ("Suspended", "True")
@@ -103,7 +103,7 @@ def test_a_job_that_prepare_refused_after_an_edit_goes_on_once_it_is_edited_back
 # --- workers that fail ---------------------------------------------------------------------------------------------
 
 
-def test_a_failed_worker_is_made_again_after_a_while_and_nobody_else() -> None:
+def test_a_failed_worker_is_restarted_after_a_delay_and_no_other_worker() -> None:
     world = running()
     others = {name: pod["metadata"]["uid"] for name, pod in world.pods.items() if "reward" not in name}
     plan = world.end_pod("sums-reward-0", 1, "boom").settle()
@@ -122,7 +122,7 @@ def fail_again_and_again(world: World, role: str, code: int, times: int, message
         world.pass_time(31).settle()
 
 
-def test_too_many_failures_fail_the_job_and_a_trained_step_forgives() -> None:
+def test_too_many_failures_fail_the_job_and_a_trained_step_resets_the_count() -> None:
     world = running(failurePolicy={"maxRestarts": 2})
     fail_again_and_again(world, "reward", 1, 2)
     assert world.healthy()[1] == "CrashLoop"
@@ -135,11 +135,11 @@ def test_too_many_failures_fail_the_job_and_a_trained_step_forgives() -> None:
     assert (world.phase, world.status["reason"]) == ("Failed", "CrashLoop")
     assert (
         world.status["message"]
-        == "reward-0: 3 failures since step 1, the last: ended with exit code 1; its words: kubectl rlhf why"
+        == "reward-0: 3 failures since step 1, the last: ended with exit code 1; details: kubectl rlhf why"
     )
 
 
-def test_a_step_that_is_trained_again_forgives_nothing() -> None:
+def test_a_repeated_step_does_not_reset_the_failure_count() -> None:
     world = running(failurePolicy={"maxRestarts": 2})
     world.say(step=3).settle()
     for _ in range(3):
@@ -149,7 +149,7 @@ def test_a_step_that_is_trained_again_forgives_nothing() -> None:
     assert (world.phase, world.status["reason"]) == ("Failed", "CrashLoop")
     assert (
         world.status["message"]
-        == "trainer-0: 3 failures since step 3, the last: ended with exit code 1; its words: kubectl rlhf why"
+        == "trainer-0: 3 failures since step 3, the last: ended with exit code 1; details: kubectl rlhf why"
     )
 
 
@@ -160,7 +160,7 @@ def test_killed_workers_do_not_count_unless_the_job_says_so() -> None:
         assert (world.status["restarts"]["counted"], world.status["restarts"]["total"]) == (num, 3)
 
 
-def test_a_broker_that_nobody_reaches_never_fails_a_job() -> None:
+def test_an_unreachable_broker_never_fails_a_job() -> None:
     world = running(failurePolicy={"maxRestarts": 2})
     world.broker = Said("BrokerUnavailable", "NATS at nats:4222: no answer within 2 s")
     fail_again_and_again(world, "reward", 75, 30, "tls://nats:4222: no answer within 5 s")
@@ -180,17 +180,17 @@ def test_a_broker_that_nobody_reaches_never_fails_a_job() -> None:
         ("trainer", "[Errno 28] No space left on device", "StorageFull", "No space left on device"),
     ],
 )
-def test_what_would_only_happen_again_fails_the_job(role: str, message: str, reason: str, told: str) -> None:
+def test_a_permanent_failure_fails_the_job_at_once(role: str, message: str, reason: str, told: str) -> None:
     world = running()
     world.end_pod(f"sums-{role}-0", 78, message).settle()
     assert (world.phase, world.status["reason"]) == ("Failed", reason)
-    assert world.status["message"] == f"{role}-0: {told}; its words: kubectl rlhf why"
+    assert world.status["message"] == f"{role}-0: {told}; details: kubectl rlhf why"
     assert world.healthy()[1] == reason
 
 
 @pytest.mark.parametrize(("action", "phase", "counted"), [("FailJob", "Failed", 0), ("Ignore", "Running", 0),
                                                           ("Restart", "Running", 1)])  # fmt: skip
-def test_a_rule_decides_before_the_counting(action: str, phase: str, counted: int) -> None:
+def test_a_failure_policy_rule_takes_precedence_over_counting(action: str, phase: str, counted: int) -> None:
     rules = [{"roles": ["reward"], "exitCodes": [42, 78], "action": action}]
     for code in (42, 78):
         world = running(failurePolicy={"rules": rules})
@@ -215,7 +215,7 @@ def test_an_eviction_is_not_the_job_s_fault() -> None:
     assert world.status["restarts"]["counted"] == 0
 
 
-def test_what_is_drained_is_made_again_once_it_is_gone() -> None:
+def test_a_drained_pod_is_replaced_once_it_is_gone() -> None:
     world = running()
     pod = world.pods["sums-generator-0"]
     world.ask_to_end(Delete("Pod", "sums-generator-0", None, pod["metadata"]["uid"]))
@@ -228,7 +228,7 @@ def test_what_is_drained_is_made_again_once_it_is_gone() -> None:
     assert world.status["restarts"]["total"] == 0
 
 
-def test_a_lost_node_s_pods_are_forced_but_never_the_trainer_s() -> None:
+def test_pods_of_a_lost_node_are_force_deleted_except_the_trainer() -> None:
     world = running()
     for role in ("generator", "trainer"):
         pod = world.pods[f"sums-{role}-0"]
@@ -242,13 +242,13 @@ def test_a_lost_node_s_pods_are_forced_but_never_the_trainer_s() -> None:
     assert [(d.name, d.grace_seconds) for d in world.deletes] == [("sums-generator-0", 0)]
     assert world.made == ["sums-generator-0"]
     assert world.healthy()[1] == "NodeLost"
-    assert "sums-trainer-0 is on node away, which does not answer. It is not made elsewhere" in world.healthy()[2]
+    assert "sums-trainer-0 is on node away, which does not answer. It is not recreated" in world.healthy()[2]
 
 
 # --- suspend, restart, deadlines -----------------------------------------------------------------------------------
 
 
-def test_a_trainer_that_needs_longer_for_its_checkpoint_has_it_when_suspended() -> None:
+def test_a_trainer_keeps_its_long_grace_period_when_suspended() -> None:
     template = {"spec": {"terminationGracePeriodSeconds": 3600}}
     world = running(roles={"trainer": {"podTemplate": template}})
     world.edit(suspend=True).settle()
@@ -271,7 +271,7 @@ def test_suspend_asks_the_trainer_first_and_resume_opens_the_next_run() -> None:
     assert world.run_uid != first
 
 
-def test_a_suspension_that_is_taken_back_ends_in_a_new_run() -> None:
+def test_a_withdrawn_suspension_ends_in_a_new_run() -> None:
     world = running()
     world.edit(suspend=True).settle()
     world.edit(suspend=False).wind_down()
@@ -279,7 +279,7 @@ def test_a_suspension_that_is_taken_back_ends_in_a_new_run() -> None:
     assert list(world.pods) == ["sums-prepare-0"]
 
 
-def test_a_pod_that_was_not_seen_when_the_run_ended_is_ended_too() -> None:
+def test_a_pod_unseen_at_the_end_of_its_run_is_deleted_later() -> None:
     world = running()
     unseen = world.pods.copy()
     world.edit(suspend=True)
@@ -320,7 +320,7 @@ def test_a_restart_of_all_goes_on_in_the_next_run_once() -> None:
     assert world.status["run"]["number"] == 2
 
 
-def test_a_failed_job_may_begin_anew_by_hand() -> None:
+def test_a_failed_job_can_be_restarted_by_hand() -> None:
     world = running()
     world.end_pod("sums-trainer-0", 78, "loss is not finite").wind_down()
     assert world.phase == "Failed"
@@ -339,7 +339,7 @@ def test_a_deadline_fails_the_job(field: str) -> None:
     assert world.phase == "Starting"
     world.pass_time(11).settle()
     assert (world.phase, world.status["reason"]) == ("Failed", "DeadlineExceeded")
-    assert world.status["message"] == f"spec.{field}: 100 s are over"
+    assert world.status["message"] == f"spec.{field}: 100 s have passed"
 
 
 def test_suspended_time_is_not_active_time() -> None:
@@ -359,7 +359,7 @@ def test_suspended_time_is_not_active_time() -> None:
 # --- deletion ------------------------------------------------------------------------------------------------------
 
 
-def test_a_job_that_is_held_while_it_goes_ends_its_trainer_then_all_and_makes_nothing() -> None:
+def test_a_deleted_job_ends_its_trainer_first_then_all_pods() -> None:
     world = running()
     world.delete_job()
     world.settle()
@@ -371,7 +371,7 @@ def test_a_job_that_is_held_while_it_goes_ends_its_trainer_then_all_and_makes_no
 
 
 @pytest.mark.parametrize("end", ["completed: step 10", "boom"])
-def test_a_job_is_deleted_so_long_after_its_end_as_it_says(end: str) -> None:
+def test_a_finished_job_is_deleted_after_its_ttl(end: str) -> None:
     world = running(ttlSecondsAfterFinished=60)
     world.end_pod("sums-trainer-0", 78 if end == "boom" else 0, end).wind_down()
     assert world.plan().requeue_seconds == pytest.approx(60.0)
@@ -393,7 +393,7 @@ def generators_of(world: World) -> list[str]:
     return sorted(name for name in world.pods if "generator" in name)
 
 
-def test_generators_follow_the_advice_one_at_a_time() -> None:
+def test_generators_scale_to_the_advice_one_at_a_time() -> None:
     world = elastic()
     world.say(step=1, generators_wanted=9).settle()
     assert generators_of(world) == ["sums-generator-0", "sums-generator-1"]
@@ -411,7 +411,7 @@ def test_generators_follow_the_advice_one_at_a_time() -> None:
     assert generators_of(world) == ["sums-generator-0"]
 
 
-def test_old_advice_is_not_followed() -> None:
+def test_old_advice_on_generators_is_ignored() -> None:
     world = elastic()
     world.say(step=1, generators_wanted=3)
     world.pass_time(61).settle()
@@ -432,7 +432,7 @@ def test_kubectl_scale_is_honoured_within_the_bounds() -> None:
 # --- what is written -----------------------------------------------------------------------------------------------
 
 
-def test_progress_is_written_now_and_then_and_news_at_once() -> None:
+def test_progress_is_written_at_intervals_and_news_at_once() -> None:
     world = running()
     world.say(step=1, reward=0.25).settle()
     old = dict(world.status)
@@ -455,7 +455,7 @@ def test_progress_is_written_now_and_then_and_news_at_once() -> None:
     assert waits(dict(old), None) is None
 
 
-def test_time_alone_changes_no_status() -> None:
+def test_passing_time_alone_does_not_change_the_status() -> None:
     world = running()
     world.say(step=1).settle()
     before = dict(world.status)
@@ -466,7 +466,7 @@ def test_time_alone_changes_no_status() -> None:
         assert world.plan().is_quiet
 
 
-def test_an_old_copy_of_the_job_is_not_acted_upon() -> None:
+def test_a_stale_copy_of_the_job_is_ignored() -> None:
     world = running()
     status = world.status
     world.edit(restart={"id": "again"}).wind_down()

@@ -76,7 +76,7 @@ def view(world: World, **status: Any) -> Any:
     return pod_view(pod)
 
 
-def test_what_is_said_of_the_pod_as_a_whole_comes_first() -> None:
+def test_an_evicted_pod_failed_though_its_worker_exited_with_0() -> None:
     """An evicted worker exits with 0, which is not its own end."""
     world = World()
     world.settle()
@@ -87,7 +87,7 @@ def test_what_is_said_of_the_pod_as_a_whole_comes_first() -> None:
     assert (evicted.phase, evicted.why.reason) == ("Failed", "Evicted")
 
 
-def test_a_worker_is_ready_whatever_its_sidecar_is() -> None:
+def test_the_readiness_of_a_worker_ignores_its_sidecar() -> None:
     world = World(job_body())
     world.settle()
     not_ready = [world.condition("Ready", False)]

@@ -12,19 +12,19 @@ ODD = {
         "prepare": {"resources": {"limits": {"a": 1}}},
     }
 }
-SAID = "spec.roles.reward: no pod can be made of it: cannot unmarshal"
+SAID = "spec.roles.reward: the API server refuses the pod: cannot unmarshal"
 
 
-def test_nothing_is_asked_of_a_job_that_says_nothing_of_pods() -> None:
+def test_a_job_without_pod_settings_needs_no_dry_run() -> None:
     assert running().num_trials == 0
 
 
-def test_what_is_written_for_all_pods_is_tried_by_one() -> None:
+def test_settings_for_all_pods_are_tried_with_one_pod() -> None:
     plan = World(job_body(podTemplate={"spec": {"tolerations": []}})).reconcile()
     assert [pod["metadata"]["name"] for pod in plan.trial] == ["sums-prepare-0"]
 
 
-def test_pods_are_tried_and_then_made() -> None:
+def test_pods_are_tried_by_dry_run_and_then_created() -> None:
     world = World(job_body(**ODD))
     plan = world.reconcile()
     assert [pod["metadata"]["name"] for pod in plan.trial] == ["sums-prepare-0", "sums-reward-0"]
@@ -33,7 +33,7 @@ def test_pods_are_tried_and_then_made() -> None:
     assert world.num_trials == 1
 
 
-def test_what_no_pod_can_be_made_of_is_a_bad_config_until_it_is_mended() -> None:
+def test_a_failed_dry_run_is_a_bad_config_until_the_job_is_edited() -> None:
     world = World(job_body(**ODD), words={"reward": SAID})
     world.settle()
     assert (world.phase, world.healthy()[1:], world.pods) == ("Failed", ("BadConfig", SAID), {})
@@ -46,7 +46,7 @@ def test_what_no_pod_can_be_made_of_is_a_bad_config_until_it_is_mended() -> None
     world.to_running()
 
 
-def test_a_suspended_job_is_tried_when_it_is_edited_and_goes_on_when_it_is_right() -> None:
+def test_an_edited_suspended_job_is_tried_and_resumes_once_it_is_right() -> None:
     world = running()
     world.edit(suspend=True).wind_down()
     world.words["reward"] = SAID
@@ -59,7 +59,7 @@ def test_a_suspended_job_is_tried_when_it_is_edited_and_goes_on_when_it_is_right
     assert list(world.pods) == [names.pod_name("sums", names.PREPARE, 0)]
 
 
-def test_a_job_that_begins_anew_is_tried_by_the_look_that_finds_its_last_pod_gone() -> None:
+def test_a_restart_is_tried_in_the_reconcile_that_sees_the_last_pod_gone() -> None:
     """No later event would cause another look."""
     world = running(roles={"reward": {"resources": {"limits": {"cpu": 1}}}})
     world.edit(restart={"id": "again"})
@@ -72,7 +72,7 @@ def test_a_job_that_begins_anew_is_tried_by_the_look_that_finds_its_last_pod_gon
     assert world.status["run"]["number"] == 2
 
 
-def test_a_pod_that_is_refused_in_its_trial_is_refused_at_once_if_it_is_the_first_and_would_be_again() -> None:
+def test_a_dry_run_reports_refusals_of_the_first_pod_that_would_recur() -> None:
     pods = [{"metadata": {"name": role, "labels": {names.ROLE: role}}} for role in (names.PREPARE, "reward")]
 
     def told(code: int, message: str) -> list[str]:
@@ -86,7 +86,7 @@ def test_a_pod_that_is_refused_in_its_trial_is_refused_at_once_if_it_is_the_firs
     assert told(201, "") == []
 
 
-def test_the_problem_names_what_the_user_wrote_in_words_of_the_job() -> None:
+def test_the_problem_names_the_field_of_the_job_that_broke_the_pod() -> None:
     told = 'Pod in version "v1" cannot be handled as a Pod: '
     wrong = told + "json: cannot unmarshal string into Go struct field PodSpec.spec.tolerations of type []v1.Toleration"
     for body, where in (
@@ -95,4 +95,5 @@ def test_the_problem_names_what_the_user_wrote_in_words_of_the_job() -> None:
     ):
         tried = World(body).reconcile().trial
         said = trial.problem_of(view_of(body).job, tried, [ApiResponse(400, {"message": wrong})])
-        assert said == f"{where}: no pod can be made of it: spec.tolerations must be a list of Toleration, not a string"
+        problem = "spec.tolerations must be a list of Toleration, not a string"
+        assert said == f"{where}: the API server refuses the pod: {problem}"

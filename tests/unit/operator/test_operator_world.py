@@ -301,7 +301,7 @@ SPECS: tuple[Json, ...] = (
 
 @examples(25, whole=120)
 @given(seed=st.integers(0, 2**32), spec=st.sampled_from(SPECS), num_events=st.integers(0, 120), is_warm=st.booleans())
-def test_laws_hold_at_every_moment_and_every_job_comes_to_its_end(
+def test_invariants_hold_under_random_events_and_every_job_ends(
     seed: int, spec: Json, num_events: int, is_warm: bool
 ) -> None:
     wild = Wild(seed, **json.loads(json.dumps(spec)))
@@ -328,7 +328,7 @@ def test_laws_hold_at_every_moment_and_every_job_comes_to_its_end(
     assert world.plan().is_quiet
 
 
-def test_a_kind_world_trains_every_job() -> None:
+def test_a_job_without_disturbances_succeeds() -> None:
     wild = Wild(0)
     wild.be_kind()
     assert wild.world.phase == "Succeeded"

@@ -74,7 +74,7 @@ def test_every_schedule_is_one_that_stages_could_follow(case: PipelineCase, seed
 
 @settings(max_examples=60, deadline=None)
 @given(CASES)
-def test_one_after_the_other_is_1f1b(case: PipelineCase) -> None:
+def test_the_serial_schedule_has_the_length_and_memory_of_1f1b(case: PipelineCase) -> None:
     """Its known length is each model's micro-batches plus one pass through all stages."""
     times = (case.num_micro_batches + case.num_stages - 1) * (1 + BACKWARD_TIMES)
     assert serial(case).seconds == pytest.approx(times * sum(case.forward_seconds))
@@ -94,7 +94,9 @@ def test_one_after_the_other_is_1f1b(case: PipelineCase) -> None:
         (8, 8, 0.25, 56.25, 45.25),
     ],
 )
-def test_what_interleaving_brings(stages: int, micro_batches: int, critic: float, before: float, most: float) -> None:
+def test_search_finds_an_interleaved_schedule_within_the_bound(
+    stages: int, micro_batches: int, critic: float, before: float, most: float
+) -> None:
     case = PipelineCase(num_stages=stages, num_micro_batches=micro_batches, forward_seconds=(1.0, critic))
     found = search(case)
     assert serial(case).seconds == before
@@ -109,7 +111,7 @@ def test_a_stage_that_keeps_more_than_1f1b_is_noticed(monkeypatch: pytest.Monkey
         check(case, PipelineSchedule(case, tuple(schedules.run(case, lambda task: float(task.is_backward)))))
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_simulate_fuse_draws_prints_json_and_refuses_wrong_values(tmp_path: Path) -> None:
     def simulated(*words: str, code: int = 0) -> str:
         return command(["simulate", *words], code).output
 

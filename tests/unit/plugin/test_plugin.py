@@ -22,7 +22,7 @@ from rlhfspec.runs.live.live import LiveView
 from rlhfspec.runs.live.run_state import RunState, after
 
 
-def test_what_control_shows_becomes_a_table() -> None:
+def test_the_view_of_control_becomes_a_table() -> None:
     speed = {"tokens_per_second": 123.4, "accepted_per_verification": 2.345}
     ready, busy, working = snapshot(1, owned=("a", "b"), what="step 3")
     idle = replace(beat(), doing="waiting", what="responses")
@@ -44,13 +44,13 @@ def test_lines_that_are_no_json_are_shown_as_they_are() -> None:
     assert parsed("2026-01-01T00:00:00Z 12", "trainer-0").message == "12"
 
 
-def test_a_sample_is_found_in_words_too() -> None:
+def test_a_log_line_is_about_a_sample_named_in_its_text() -> None:
     line = parsed("2026-01-01T00:00:00Z no answer for sums/3/7/1", "reward-0")
     assert line.is_about("sums/3/7/1")
     assert not line.is_about("sums/4/7/1")
 
 
-def test_a_pod_that_goes_or_was_evicted() -> None:
+def test_the_state_of_a_pod_says_evicted_or_terminating() -> None:
     pod = {"metadata": {"name": "a"}, "spec": {}, "status": {"phase": "Failed", "reason": "Evicted", "message": "disk"}}
     assert (state_of(pod).word, state_of(pod).detail, state_of(pod).is_well) == ("Evicted", "disk", False)
     pod["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
@@ -106,7 +106,7 @@ def job(said: str) -> dict[str, Any]:
 
 @given(HOSTILE)
 @example(RED)
-def test_nothing_that_a_terminal_acts_upon_is_shown_and_nothing_is_lost(said: str) -> None:
+def test_shown_text_has_no_control_characters_and_loses_nothing(said: str) -> None:
     assert is_tame(shown(said))
     assert shown(shown(said)) == shown(said)
     assert "\t" in said or "\r\n" in said or len(shown(said)) == len(said)
@@ -114,7 +114,7 @@ def test_nothing_that_a_terminal_acts_upon_is_shown_and_nothing_is_lost(said: st
 
 @given(HOSTILE)
 @example(RED)
-def test_no_command_prints_it_as_it_is(said: str) -> None:
+def test_no_command_prints_control_characters(said: str) -> None:
     cluster, printed = Cluster(said), io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdout", printed)

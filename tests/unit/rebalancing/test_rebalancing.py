@@ -69,14 +69,14 @@ def after(fleet: Fleet, planned: PlannedMoves, now: float = NOW) -> Fleet:
 
 @given(st.integers(0, 1 << 32))
 @settings(max_examples=400, deadline=None)
-def test_the_plan_is_what_the_slow_planner_says(seed: int) -> None:
+def test_the_plan_equals_that_of_the_slow_planner(seed: int) -> None:
     fleet = random_fleet(seed)
     assert moves_of(plan(fleet, NOW, PROMPT)) == plan_slowly(fleet, NOW, PROMPT)
 
 
 @given(st.integers(0, 1 << 32))
 @settings(max_examples=300, deadline=None)
-def test_nothing_goes_where_it_may_not(seed: int) -> None:
+def test_a_plan_makes_only_allowed_moves(seed: int) -> None:
     fleet = random_fleet(seed)
     planned = plan(fleet, NOW, PROMPT)
     sequence, source, destination = planned.sequence, planned.source, planned.destination
@@ -92,7 +92,7 @@ def test_nothing_goes_where_it_may_not(seed: int) -> None:
 
 @given(st.integers(0, 1 << 32))
 @settings(max_examples=200, deadline=None)
-def test_numbers_of_generators_are_names_only(seed: int) -> None:
+def test_the_plan_does_not_depend_on_the_numbers_of_generators(seed: int) -> None:
     fleet = random_fleet(seed)
     order = np.random.default_rng(seed + 1).permutation(fleet.num_generators)  # new -> old
     new_of = np.argsort(order)
@@ -117,7 +117,7 @@ PER_SEQUENCE = ("generator", "generated", "held", "remaining", "limit", "moved_a
 
 @given(st.integers(0, 1 << 32))
 @settings(max_examples=150, deadline=None)
-def test_with_lengths_fixed_the_ends_sorted_downwards_fall_until_nothing_moves(seed: int) -> None:
+def test_each_plan_lowers_the_sorted_ends_until_nothing_moves(seed: int) -> None:
     """Therefore no state of the fleet repeats."""
     fleet = replace(random_fleet(seed), is_leaving=np.zeros(0, bool))
     fleet = replace(fleet, is_leaving=np.zeros(fleet.num_generators, bool), alone_step_seconds=fleet.step_seconds)
@@ -136,7 +136,7 @@ def test_with_lengths_fixed_the_ends_sorted_downwards_fall_until_nothing_moves(s
 @settings(max_examples=150, deadline=None)
 @example(419720, 0.2)  # whether a host has room must not depend on where in it its samples are
 @example(20296410, 0.2)
-def test_hosts_that_consolidate_come_to_rest_too(seed: int, engine_cost: float) -> None:
+def test_repeated_plans_with_shared_hosts_stop_moving(seed: int, engine_cost: float) -> None:
     fleet = random_fleet(seed)
     fleet = replace(fleet, is_leaving=np.zeros(fleet.num_generators, bool), host=fleet.host % 3)
     chosen = replace(PROMPT, engine_cost=engine_cost)
@@ -167,7 +167,7 @@ def test_a_memory_bound_fleet_is_left_alone(seed: int) -> None:
 @given(st.integers(0, 1 << 32))
 @settings(max_examples=30, deadline=None)
 @example(48)  # of two thousand one of those that move most: 12 times a sequence
-def test_lengths_that_work_against_it_cannot_make_it_swing(seed: int) -> None:
+def test_adversarial_lengths_move_a_sequence_at_most_once_per_rest(seed: int) -> None:
     """Lure sequences back by other expectations at every plan: each moves at most once in its rest."""
     rng = np.random.default_rng(seed)
     fleet = random_fleet(seed, is_alike=True)
@@ -196,7 +196,7 @@ def test_a_leaving_generators_sequences_go_first_and_all_of_them() -> None:
     assert planned.why_move(0, lambda i: f"generator {i}") == "generator 1 is leaving; generator 2 ends in 0.00 s"
 
 
-def test_who_leaves_is_told_when_nobody_has_room() -> None:
+def test_a_leaving_generator_is_named_when_no_other_has_room() -> None:
     fleet = Fleet.of(
         step_seconds=[1e-3] * 2, sequence_seconds=[5e-4] * 2, is_leaving=[False, True], free_rows=[0, 9],
         generator=[1], remaining=[50.0],
@@ -221,7 +221,7 @@ def test_engines_that_share_bandwidth_are_consolidated_in_the_tail_only() -> Non
     planned = plan(fleet := shared_host(2), NOW)
     assert planned.is_closing.tolist() == [False, True]
     assert moves_of(planned) == [(2, 1, 0), (3, 1, 0)]
-    assert planned.why_move(0).startswith("as few as 1 of this host's engines are faster")
+    assert planned.why_move(0).startswith("this host is faster with only 1 of its engines")
     again = plan(replace(after(fleet, planned), moved_at=np.full(4, -np.inf)), NOW)
     assert again.num_moves == 0  # it stays so
     assert again.dry.tolist() == [1]
@@ -229,7 +229,7 @@ def test_engines_that_share_bandwidth_are_consolidated_in_the_tail_only() -> Non
     assert not plan(shared_host(2, free_rows=1), NOW).is_closing.any()  # no room for all of them
 
 
-def test_an_engine_that_costs_is_closed_only_where_engines_cost() -> None:
+def test_engines_of_a_host_are_consolidated_if_the_engine_cost_is_set() -> None:
     fleet = replace(shared_host(6), alone_step_seconds=np.full(2, 8.8e-3), alone_sequence_seconds=np.full(2, 0.37e-3))
     assert plan(fleet, NOW).num_moves == 0
     assert plan(fleet, NOW, PlannerSettings(engine_cost=0.5)).num_moves == 6
@@ -245,7 +245,7 @@ def test_an_engine_that_costs_is_closed_only_where_engines_cost() -> None:
         (True, 20.0, ("learn", "learn")),  # what comes soon ends it at once
     ],
 )
-def test_dry_generators_are_told_what_to_do(learns: bool, remaining: float, advice: tuple[str, ...]) -> None:
+def test_dry_generators_get_advice(learns: bool, remaining: float, advice: tuple[str, ...]) -> None:
     num = 1 + len(advice)
     fleet = Fleet.of(
         step_seconds=[1e-2] * num, sequence_seconds=[1e-5] * num, generator=[0], remaining=[remaining], held=[9]
@@ -253,7 +253,7 @@ def test_dry_generators_are_told_what_to_do(learns: bool, remaining: float, advi
     assert plan(fleet, NOW, PlannerSettings(learns=learns)).advice == advice
 
 
-def test_it_says_why_not() -> None:
+def test_the_plan_explains_why_nothing_moves() -> None:
     def why_not(**changed: object) -> list[str]:
         values: dict[str, object] = {
             "step_seconds": [1e-2] * 2, "sequence_seconds": [5e-3] * 2,
@@ -270,7 +270,7 @@ def test_it_says_why_not() -> None:
     bound = why_not(step_seconds=[1e-2] * 2, sequence_seconds=[1e-5] * 2)
     assert bound == ["0 ends in 1.00 s, 1 in 0.20 s: steps take as long with fewer sequences, so nothing is gained"]
     resting = why_not(moved_at=[NOW, NOW, NOW])
-    assert resting == ["0 ends in 2.00 s, 1 in 0.30 s: what could go has just moved, or does not fit"]
+    assert resting == ["0 ends in 2.00 s, 1 in 0.30 s: sequences that could move have just moved, or do not fit"]
 
 
 def test_a_plan_of_a_large_fleet_takes_a_few_passes_over_its_arrays() -> None:
@@ -301,7 +301,7 @@ def test_a_plan_of_a_large_fleet_takes_a_few_passes_over_its_arrays() -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_fleet_with_nothing_to_do_is_planned(number: int) -> None:
+def test_a_fleet_without_sequences_is_planned(number: int) -> None:
     planned = plan(
         Fleet.of(step_seconds=[1e-3] * number, sequence_seconds=[1e-4] * number, generator=[], remaining=[]), NOW
     )
@@ -332,7 +332,7 @@ def test_a_curve_is_found_through_noise_and_steps_in_which_the_process_was_stopp
 
 
 @pytest.mark.parametrize("number", [1, 8, 64])
-def test_who_only_ever_saw_one_b_takes_the_shape_from_the_fleet(number: int) -> None:
+def test_a_curve_learnt_at_one_batch_size_takes_its_shape_from_the_fleet(number: int) -> None:
     slow = 3.0  # a machine that is slower than the fleet
     curve = LearnedCurve((STEP / slow, SEQUENCE / slow))
     for _ in range(500):
@@ -341,7 +341,7 @@ def test_who_only_ever_saw_one_b_takes_the_shape_from_the_fleet(number: int) -> 
     assert curve.sequence_seconds == pytest.approx(SEQUENCE, rel=1e-6)
 
 
-def test_it_forgets() -> None:
+def test_a_learnt_curve_forgets_old_measurements() -> None:
     curve = learnt(np.arange(1, 65).repeat(8))
     for number in np.arange(1, 65).repeat(16).tolist():
         curve.learn(number, 2 * (STEP + SEQUENCE * number))
@@ -350,7 +350,7 @@ def test_it_forgets() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 1e4), st.floats(0, 1e3)), max_size=60))
 @settings(deadline=None)
-def test_no_curve_is_below_0(points: list[tuple[float, float]]) -> None:
+def test_a_learnt_curve_is_never_negative(points: list[tuple[float, float]]) -> None:
     curve = LearnedCurve()
     for number, seconds in points:
         curve.learn(number, seconds)
@@ -359,7 +359,7 @@ def test_no_curve_is_below_0(points: list[tuple[float, float]]) -> None:
         assert curve.sequence_seconds >= 0
 
 
-def test_a_prefill_in_which_the_process_was_stopped_is_no_news() -> None:
+def test_a_prefill_outlier_hardly_changes_the_curve() -> None:
     curve = LearnedCurve()
     for _ in range(20):
         curve.learn_prefill(40, 40 * 5e-4)
@@ -391,7 +391,7 @@ def test_what_remains_is_the_area_under_the_survival_curve(seen: list[tuple[int,
     assert found == pytest.approx(loop_of_mean_residual_life(lengths, cut, float(elapsed)), rel=1e-6)
 
 
-def test_until_lengths_were_seen_half_of_what_can_come_is_expected() -> None:
+def test_without_seen_lengths_half_of_the_limit_is_expected() -> None:
     assert Residual().remaining([0, 500], [1.0, 1.0], [1000, 500]).tolist() == [500.0, 250.0]
 
 

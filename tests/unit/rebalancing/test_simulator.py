@@ -73,7 +73,9 @@ def told(outcome: StageOutcome) -> tuple[object, ...]:
     policy=st.sampled_from([*POLICY_NAMES, "random"]),
     seed=st.integers(0, 1000),
 )
-def test_events_do_what_single_steps_do(scenario: Scenario, kind: str, policy: str, seed: int) -> None:
+def test_simulation_by_events_equals_simulation_by_single_steps(
+    scenario: Scenario, kind: str, policy: str, seed: int
+) -> None:
     work = workload(kind, num_generators=scenario.num_generators, per_generator=8, seed=seed, shape=SMALL)
     slow = simulate_slowly(scenario, work, policy_of(policy, work, seed))
     fast = simulate(scenario, work, policy_of(policy, work, seed))
@@ -87,7 +89,7 @@ def by_hand(lengths: list[list[int]], *, limit: int = 100) -> Workload:
     return Workload(lengths=flat, prompt_tokens=tokens, prompts=np.arange(len(flat)), dealt=dealt, limit=limit)
 
 
-def test_a_neighbour_that_ends_at_this_moment_makes_the_step_that_begins_now_shorter() -> None:
+def test_an_engine_that_ends_speeds_up_the_next_step_of_its_neighbour() -> None:
     scenario = Scenario(num_generators=2, curve=PRESETS["plain"], engines_per_host=2)
     work = by_hand([[5, 5], [6, 9]])
     curve = PRESETS["plain"]
@@ -96,14 +98,14 @@ def test_a_neighbour_that_ends_at_this_moment_makes_the_step_that_begins_now_sho
     assert told(simulate(scenario, work)) == told(simulate_slowly(scenario, work))
 
 
-def test_a_stage_takes_what_the_law_says() -> None:
+def test_the_seconds_of_a_stage_follow_the_cost_formula() -> None:
     """The time is t0 * longest + c * sum + prefill of the generator that ends last."""
     scenario = Scenario(num_generators=2, curve=PRESETS["t0=2.5c"], prefill_seconds=1e-3)
     seconds = simulate(scenario, by_hand([[7, 30], [8, 20, 20]])).seconds
     assert seconds == pytest.approx(max(1.25e-3 * 30 + 0.5e-3 * 37 + 0.02, 1.25e-3 * 20 + 0.5e-3 * 48 + 0.03), abs=1e-8)
 
 
-def test_what_a_dead_generator_had_is_made_again_by_the_living() -> None:
+def test_samples_of_a_dead_generator_are_redelivered_to_the_living() -> None:
     scenario = Scenario(
         num_generators=2, curve=PRESETS["t0=2.5c"], kills=(Kill(generator=0, at_seconds=0.01),), redelivery_seconds=0.1
     )
@@ -113,7 +115,7 @@ def test_what_a_dead_generator_had_is_made_again_by_the_living() -> None:
     assert outcome.seconds == pytest.approx(0.11 + 1.25e-3 * 60 + 0.5e-3 * 110, abs=1e-8)
 
 
-def test_nobody_left_alive_is_said() -> None:
+def test_a_fleet_whose_generators_are_all_dead_is_refused() -> None:
     scenario = Scenario(num_generators=1, curve=PRESETS["t0=2.5c"], kills=(Kill(generator=0, at_seconds=0.01),))
     with pytest.raises(InvalidRequest, match="every generator is dead"):
         simulate(scenario, by_hand([[50]]), policy_named("ours", by_hand([[50]])))
@@ -142,14 +144,14 @@ def test_64_work_bound_generators_end_as_if_work_were_shared_and_no_later_than_b
     assert ours.mean_seconds < 0.98 * min(other.mean_seconds for other in others if other.policy != "counts")
 
 
-def test_where_steps_take_as_long_with_one_sequence_nothing_moves() -> None:
+def test_memory_bound_generators_move_nothing() -> None:
     for kind in ("independent", "groups", "skew", "adversarial"):
         [ours] = trials(stage("memory-bound"), lengths(kind), policies=("ours",), seeds=(1, 2))
         assert ours.moves_per_sequence == 0, kind
 
 
 @pytest.mark.parametrize("curve", ["plain", "adaptive"])
-def test_two_engines_of_one_host_come_to_no_harm(curve: str) -> None:
+def test_moves_between_two_engines_of_one_host_cost_at_most_3_percent(curve: str) -> None:
     scenario = stage(curve, num_generators=2, engines_per_host=2)
     ours, dealt, pulled = trials(
         scenario, lengths("independent", 2), policies=("ours", "none", "pull+none"), seeds=range(1, 9)
@@ -158,7 +160,7 @@ def test_two_engines_of_one_host_come_to_no_harm(curve: str) -> None:
     assert float(np.median(np.array(ours.seconds) / best)) <= 1.03
 
 
-def test_lengths_chosen_against_it_do_not_make_it_swing() -> None:
+def test_adversarial_lengths_do_not_cause_swings() -> None:
     """The run has some 200,000 steps; `python bench/simulated_bars.py swings` runs a million."""
     for curve in ("adaptive", "t0=2.5c", "t0=32c"):
         [ours] = trials(stage(curve), lengths("adversarial"), policies=("ours",), seeds=(1, 2))
@@ -167,13 +169,13 @@ def test_lengths_chosen_against_it_do_not_make_it_swing() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 300, pytest.param(10_000, marks=pytest.mark.whole("ten thousand generators"))])
-def test_from_two_generators_to_ten_thousand(count: int) -> None:
+def test_our_policy_costs_little_from_two_to_ten_thousand_generators(count: int) -> None:
     scenario = Scenario(num_generators=count, curve=PRESETS["t0=2.5c"])
     dealt, ours = trials(scenario, lengths("groups", count, 2), policies=("none", "ours"), seeds=(1,))
     assert ours.mean_seconds <= dealt.mean_seconds * 1.03
 
 
-def test_a_run_is_simulated_as_it_was() -> None:
+def test_a_calibrated_simulation_reproduces_the_time_of_a_run() -> None:
     scenario = Scenario(num_generators=4, curve=PRESETS["t0=2.5c"], prefill_seconds=5e-4)
     work = workload("groups", num_generators=4, per_generator=32, seed=1)
     found = calibrate(as_spans(scenario, work))

@@ -46,8 +46,8 @@ def test_every_panel_shows_its_numbers() -> None:
     figure = overview_figure(steps := a_run(12), title="sums")
     assert values(panel_of(figure, "reward")) == [metrics.reward.mean for metrics in steps]
     assert values(panel_of(figure, "KL")) == [metrics.kl_k3 for metrics in steps]
-    assert values(panel_of(figure, "loss of the policy")) == [-0.01] * 12
-    assert values(panel_of(figure, "loss of the policy"), 1) == [0.002] * 12
+    assert values(panel_of(figure, "policy loss")) == [-0.01] * 12
+    assert values(panel_of(figure, "policy loss"), 1) == [0.002] * 12
     assert values(panel_of(figure, "gradient norm")) == [0.8] * 12
     assert values(panel_of(figure, "clipped")) == [2.0] * 12
     assert values(panel_of(figure, "entropy")) == [1.5] * 12
@@ -60,11 +60,13 @@ def test_every_panel_shows_its_numbers() -> None:
 
 def test_seconds_are_stacked() -> None:
     axis = panel_of(overview_figure(a_run(3), title="sums"), "seconds")
-    bottoms = {patch.get_label(): patch.get_data().baseline for patch in patches(axis) if patch.get_label() != "passed"}
+    bottoms = {
+        patch.get_label(): patch.get_data().baseline for patch in patches(axis) if patch.get_label() != "wall time"
+    }
     tops = {patch.get_label(): patch.get_data().values[0] for patch in patches(axis)}
-    assert list(tops) == ["generation", "reward", "reference", "training", "checkpoint", "passed"], "no critic ran"
+    assert list(tops) == ["generation", "reward", "reference", "training", "checkpoint", "wall time"], "no critic ran"
     assert tops == pytest.approx(
-        {"generation": 2.0, "reward": 2.1, "reference": 2.5, "training": 4.0, "checkpoint": 4.2, "passed": 3.8}
+        {"generation": 2.0, "reward": 2.1, "reference": 2.5, "training": 4.0, "checkpoint": 4.2, "wall time": 3.8}
     )
     assert [float(bottom[0]) for bottom in bottoms.values()] == pytest.approx([0.0, 2.0, 2.1, 2.5, 4.0])
 
@@ -83,7 +85,7 @@ def test_the_smoothed_line_follows_the_means() -> None:
     assert values(axis, 1)[20:80] == pytest.approx([metrics.reward.mean for metrics in steps][20:80])
 
 
-def test_what_a_job_does_not_have_takes_no_room() -> None:
+def test_panels_without_data_are_left_out() -> None:
     steps = [replace(metrics, tokens_per_second=None) for metrics in a_run(9, kl=False)]
     titles = " ".join(axis.get_title(loc="left") for axis in overview_figure(steps, title="sums").axes)
     assert not any(word in titles for word in ("KL", "accepted", "tokens/s", "critic", "explained", "source"))
@@ -95,7 +97,7 @@ def test_a_critic_and_several_rewards_get_panels() -> None:
     explained = [-7.0, 0.25, 0.25]
     steps = [replace(a, explained_variance=b, **learnt) for a, b in zip(a_run(3), explained, strict=True)]
     figure = overview_figure(steps, title="sums")
-    assert values(panel_of(figure, "loss of the critic")) == [0.5] * 3
+    assert values(panel_of(figure, "critic loss")) == [0.5] * 3
     assert values(panel_of(figure, "gradient norm"), 1) == [0.4] * 3
     sources = panel_of(figure, "rewards by source")
     assert [(line.get_label(), float(line.get_ydata()[0])) for line in sources.lines[:2]] == [  # type: ignore[index, arg-type]
@@ -106,7 +108,7 @@ def test_a_critic_and_several_rewards_get_panels() -> None:
     assert values(explained) == [-1.0, 0.25, 0.25], "an early value far below hides no other"
 
 
-def test_the_estimator_of_the_kl_is_named_and_k3_stands_beside_it() -> None:
+def test_the_kl_panel_draws_the_estimator_of_the_job_and_k3() -> None:
     steps = [replace(metrics, kl={"k1": -0.01, "k3": 0.002}) for metrics in a_run(3)]
     lines = panel_of(overview_figure(steps, title="sums"), "KL").lines[:2]
     assert [(line.get_label(), float(line.get_ydata()[0])) for line in lines] == [("k1", -0.01), ("k3", 0.002)]  # type: ignore[index, arg-type]
@@ -167,7 +169,7 @@ def test_the_same_numbers_give_the_same_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("num_steps", "first", "last"), [(1, 0.01, 0.01), (19, 0.01, 0.19), (100, 0.03, 0.98)])
-def test_ends_are_means_of_a_tenth(num_steps: int, first: float, last: float) -> None:
+def test_ends_returns_means_of_the_first_and_last_tenth(num_steps: int, first: float, last: float) -> None:
     assert ends(a_run(num_steps)) == pytest.approx((first, last))
 
 
@@ -188,7 +190,7 @@ def steps(*equal_groups: int | None) -> list[StepMetrics]:
         ("abc", [1.0, 1.0, 1.0], None),
     ],
 )
-def test_counting(groups: str, rewards: list[float], equal: int | None) -> None:
+def test_groups_with_equal_rewards_are_counted(groups: str, rewards: list[float], equal: int | None) -> None:
     assert equal_reward_groups(groups, rewards) == equal
 
 
@@ -196,12 +198,12 @@ def test_counting(groups: str, rewards: list[float], equal: int | None) -> None:
     ("equal_groups", "warns"),
     [((2, 2, 2), True), ((0, 2, 2, 2), True), ((2, 2), False), ((2, 1, 2), False), ((2, 2, 2, 1), False)],
 )
-def test_three_steps_running_are_said(equal_groups: tuple[int, ...], warns: bool) -> None:
+def test_three_steps_of_equal_rewards_give_a_warning(equal_groups: tuple[int, ...], warns: bool) -> None:
     assert warning_of(steps(*equal_groups)).startswith(SAID) is warns
     assert not warning_of(steps(None, None, None))
 
 
-def test_it_is_said_in_the_summary_the_picture_and_the_line() -> None:
+def test_the_warning_of_equal_rewards_is_in_summary_picture_and_line() -> None:
     progress = RunProgress(example_job(steps=9), lambda: 0.0)
     progress.history(steps(2, 2, 2))
     console = Console(width=120, file=io.StringIO(), record=True)

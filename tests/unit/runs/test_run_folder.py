@@ -38,7 +38,9 @@ floats = st.floats(allow_nan=False, allow_infinity=False, width=64)
     st.dictionaries(st.text(max_size=5), floats, max_size=3),
 )
 @examples(15, whole=60)
-def test_bits_are_kept(rewards: list[float], loss: float, kl: dict[str, float] | None, parts: dict[str, float]) -> None:
+def test_metrics_keep_their_bits_in_a_line(
+    rewards: list[float], loss: float, kl: dict[str, float] | None, parts: dict[str, float]
+) -> None:
     spread = Spread(mean=rewards[0], std=abs(rewards[0]), min=min(rewards), max=max(rewards))
     metrics = replace(example_step(), reward=spread, policy_loss=loss, kl=kl, reward_components=parts)
     line = metrics.to_line()
@@ -57,19 +59,19 @@ def test_every_field_is_curve_or_measurement() -> None:
 
 
 @pytest.mark.parametrize(("field", "default"), [("expert_rows", {}), ("equal_reward_groups", None)])
-def test_a_line_of_an_older_run_lacks_a_field(field: str, default: Any) -> None:
+def test_a_field_missing_in_an_older_line_gets_its_default(field: str, default: Any) -> None:
     content = json.loads(example_step().to_line())
     del content[field]
     assert StepMetrics.from_line(json.dumps(content)) == replace(example_step(), **{field: default})
 
 
 @given(st.permutations([0.1, 0.7, 1e-9, 123456.5, -3.25, 1 / 3]))
-def test_spread_does_not_know_the_order(values: list[float]) -> None:
+def test_spread_does_not_depend_on_the_order(values: list[float]) -> None:
     assert Spread.of(values) == Spread.of(sorted(values))
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=50), st.integers(100, 5000))
-def test_every_length_is_in_one_bin(lengths: list[int], max_tokens: int) -> None:
+def test_the_histogram_counts_every_length_once(lengths: list[int], max_tokens: int) -> None:
     told = Lengths.of(lengths, max_tokens=max_tokens)
     assert sum(told.histogram) == len(lengths)
     assert len(told.histogram) == len(told.edges) - 1
@@ -79,7 +81,7 @@ def test_every_length_is_in_one_bin(lengths: list[int], max_tokens: int) -> None
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_number_that_is_none_is_refused_by_name(value: float) -> None:
+def test_a_number_that_is_not_finite_is_refused_by_name(value: float) -> None:
     metrics = replace(example_step(step=7), reward_components={"exact": value})
     with pytest.raises(NumericalError, match=r"step 7: reward_components\.exact is (nan|inf)"):
         metrics.to_line()
@@ -121,7 +123,7 @@ def test_a_failed_reward_is_null_and_says_why() -> None:
 
 
 @given(st.text() | st.just("half \ud800 a pair"))
-def test_any_text_is_one_line(text: str) -> None:
+def test_any_text_fits_in_one_sample_line(text: str) -> None:
     line = sample_line(example_sample(text=text), None)
     assert line.count("\n") == 1
     assert json.loads(line.encode())["text"] == text
@@ -195,7 +197,7 @@ def test_runs_are_compared_on_held_out_prompts_where_all_were_evaluated(tmp_path
     assert "held-out" not in CliRunner().invoke(app, command).stdout
 
 
-def test_a_collapse_is_said_where_runs_are_compared(tmp_path: Path) -> None:
+def test_compare_warns_of_a_collapse(tmp_path: Path) -> None:
     for name in ("a", "b"):
         a_run(tmp_path / name, 2)
     for step, different in ((0, 60.0), (2, 4.0)):
@@ -207,7 +209,7 @@ def test_a_collapse_is_said_where_runs_are_compared(tmp_path: Path) -> None:
     assert "held-out, best" not in told, "a was not evaluated"
 
 
-def test_an_evaluation_is_of_the_samples_that_were_scored() -> None:
+def test_an_evaluation_counts_scored_and_failed_samples() -> None:
     samples = [example_sample(step=7, prompt=prompt, log_probs=[-0.5] * (prompt + 1)) for prompt in range(4)]
     samples[1] = replace(samples[1], finish_reason="length")
     rewards = {samples[0].id: reward_of(samples[0], 0.0), samples[1].id: reward_of(samples[1], 1.0)}
@@ -217,7 +219,7 @@ def test_an_evaluation_is_of_the_samples_that_were_scored() -> None:
     assert told.reward == Spread(mean=0.5, std=0.5, min=0.0, max=1.0)
     assert (told.reward_components, told.response_length.mean) == ({"exact": 0.5}, 1.5)
     assert Evaluation.from_line(told.to_line()) == told
-    with pytest.raises(RolloutError, match="every other of the evaluation after step 7 has no reward"):
+    with pytest.raises(RolloutError, match="has no reward, nor has any sample of the evaluation after step 7"):
         evaluation_of(7, 7, samples, {}, max_tokens=8, seconds=1.5)
 
 
@@ -246,7 +248,7 @@ def test_a_line_that_lacks_only_its_end_is_torn(tmp_path: Path) -> None:
         assert [metrics.step for metrics in again.steps()] == [1, 3]
 
 
-def test_lines_that_should_be_there_are_missed(tmp_path: Path) -> None:
+def test_missing_step_lines_are_reported(tmp_path: Path) -> None:
     a_run(tmp_path, 3)
     with RunFolder(tmp_path) as folder:
         assert begin(folder, example_job(), resume=True, resume_at=5).missing_steps == (4, 5)
@@ -302,14 +304,14 @@ def test_a_damaged_job_file_of_a_run_is_one_line(tmp_path: Path, content: str) -
 
 
 @pytest.mark.parametrize("out", ["/proc/run", "/proc/a/b", "/proc", "file", "file/below"])
-def test_an_out_that_cannot_be_written_is_said_by_the_first_check(tmp_path: Path, out: str) -> None:
+def test_an_output_folder_that_cannot_be_written_is_refused_at_once(tmp_path: Path, out: str) -> None:
     (tmp_path / "file").touch()
     for first in (RunFolder(tmp_path / out).check, RunFolder(tmp_path / out).begin):
         with pytest.raises(InvalidRequest, match=r"--out: cannot be (made|written)"):
             first(example_job(), resume=False)
 
 
-def test_a_step_out_of_order_is_a_fault(tmp_path: Path) -> None:
+def test_a_step_out_of_order_raises_an_assertion_error(tmp_path: Path) -> None:
     with RunFolder(tmp_path) as folder:
         begin(folder, example_job(), resume=False)
         with pytest.raises(AssertionError, match="step 2 follows step 0"):
@@ -325,7 +327,7 @@ def test_a_run_is_not_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("others", [("thesis.tex",), ("job.yaml", "rewards.py")], ids=["else", "the jobs own folder"])
-def test_what_is_no_run_is_not_overwritten(tmp_path: Path, others: tuple[str, ...]) -> None:
+def test_a_folder_that_holds_no_run_is_not_overwritten(tmp_path: Path, others: tuple[str, ...]) -> None:
     for name in others:
         (tmp_path / name).write_text(yaml.safe_dump(as_content(example_job())) if name == "job.yaml" else "")
     for resume in (False, True):
@@ -334,7 +336,7 @@ def test_what_is_no_run_is_not_overwritten(tmp_path: Path, others: tuple[str, ..
     assert sorted(path.name for path in tmp_path.iterdir()) == [*others]
 
 
-def test_resume_begins_where_nothing_is(tmp_path: Path) -> None:
+def test_resume_begins_a_run_in_an_empty_folder(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "new") as folder:
         assert not begin(folder, example_job(), resume=True).resumed
 
@@ -355,10 +357,10 @@ def test_a_run_that_could_not_begin_leaves_the_folder_as_it_was(tmp_path: Path) 
     assert {path.name: path.read_bytes() for path in folder.path.iterdir() if path.is_file()} == before
 
 
-def test_one_run_at_a_time(tmp_path: Path) -> None:
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     with RunFolder(tmp_path) as folder:
         begin(folder, example_job(), resume=False)
-        with pytest.raises(InvalidRequest, match="another run writes here"):
+        with pytest.raises(InvalidRequest, match="another run is writing here"):
             begin(RunFolder(tmp_path), example_job(), resume=True)
     with RunFolder(tmp_path) as folder:
         assert begin(folder, example_job(), resume=True).resumed
@@ -409,7 +411,7 @@ def test_another_job_is_refused_by_its_field(tmp_path: Path, path: str, value: A
         ("metadata.labels", {"team": "a"}),
     ],
 )
-def test_what_cannot_change_the_curve_may_differ(tmp_path: Path, path: str, value: Any) -> None:
+def test_fields_without_influence_on_the_curve_may_differ_at_resume(tmp_path: Path, path: str, value: Any) -> None:
     a_run(tmp_path, steps=5)
     with RunFolder(tmp_path) as folder:
         assert begin(folder, changed(path, value), resume=True, resume_at=5).resumed
@@ -467,7 +469,7 @@ def test_the_job_that_differs_tells_no_secret(tmp_path: Path) -> None:
     ("path", "value"),
     [("training.optimizer.learningRate", 1e-7), ("algorithm.klCoefficient", 0.5), ("training.steps", 50)],
 )
-def test_what_changes_the_curve_on_purpose_is_recorded(tmp_path: Path, path: str, value: Any) -> None:
+def test_a_change_of_the_curve_at_resume_is_recorded(tmp_path: Path, path: str, value: Any) -> None:
     schedule = {"name": "cosine"}
     holder, last = holder_of(as_content(a_run(tmp_path, steps=5, schedule=schedule).job()), f"spec.{path}")
     old, job = holder[last], changed(f"spec.{path}", value, schedule=schedule)
@@ -486,7 +488,7 @@ def test_what_changes_the_curve_on_purpose_is_recorded(tmp_path: Path, path: str
     | st.sampled_from(["1e-6", "off", "010", "2024-01-01", "1_000", "~", "", "0x1F", "=", "1:30", "0E0", "1e6", ".5"])
 )
 @settings(max_examples=40)
-def test_the_job_is_read_back_as_it_was(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+def test_the_job_reads_back_from_the_folder_unchanged(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     """The folder reads it, and so does the job reader, as it is a job file."""
     from rlhfspec.job.file.yaml_text import parse
 
@@ -510,7 +512,7 @@ def test_the_document_lists_every_field_and_its_kind() -> None:
 
 
 @pytest.mark.parametrize("block", ["generation", "training", "checkpoint", "observability"])
-def test_a_field_that_was_not_there_had_its_default(tmp_path: Path, block: str) -> None:
+def test_a_field_missing_in_an_older_job_counts_as_its_default(tmp_path: Path, block: str) -> None:
     """This holds for every block whose fields all have defaults."""
     with RunFolder(tmp_path) as folder:
         folder.begin(example_job(), resume=False)
@@ -538,11 +540,11 @@ def test_a_run_goes_on_whichever_mutable_field_changed(tmp_path: Path, path: str
     assert folder.manifest().resumed, "it is the same run"
 
 
-def test_what_this_release_cannot_read_is_compared_as_it_is() -> None:
+def test_a_job_that_this_release_cannot_read_is_compared_unchanged() -> None:
     assert with_new_fields({"spec": {"gone": 1}}) == {"spec": {"gone": 1}}
 
 
-def test_rewards_are_told_by_a_column_of_the_data() -> None:
+def test_rewards_are_averaged_by_a_column_of_the_data() -> None:
     tasks = ("sum", "sum", "spell", 3)
     samples = [
         replace(example_sample(prompt=place), columns_json=json.dumps({"task": task}))

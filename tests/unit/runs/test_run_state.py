@@ -99,7 +99,7 @@ def _tell(worker: dict[str, Any], each: Heartbeat | WorkerInfo | ProcessNews | H
 
 
 @given(TELLINGS, st.randoms(use_true_random=False))
-def test_the_newest_counts_in_whatever_order_and_however_often_it_is_told(told: list[Told], chance: Any) -> None:
+def test_the_newest_record_wins_in_any_order(told: list[Told], chance: Any) -> None:
     again = [*told, *chance.sample(told, len(told) // 2)]
     random.Random(chance.random()).shuffle(again)
     assert reduced(told) == reduced(again) == by_hand(told)
@@ -117,7 +117,7 @@ def test_a_state_is_never_changed_in_place(told: list[Told]) -> None:
 
 
 @given(TELLINGS, st.integers(0, 60).map(float), st.integers(1, 40).map(float))
-def test_what_is_old_is_gone_and_what_comes_again_is_there(told: list[Told], now: float, after_seconds: float) -> None:
+def test_without_gone_drops_workers_that_left_or_are_silent(told: list[Told], now: float, after_seconds: float) -> None:
     run = without_gone(reduced(told), now=now, after_seconds=after_seconds)
     whole = reduced(told).workers
     for key, worker in run.workers.items():
@@ -133,14 +133,14 @@ def test_what_is_old_is_gone_and_what_comes_again_is_there(told: list[Told], now
 
 
 @given(BEATS.filter(lambda beat: beat.stage in BY_NAME), st.floats(0, 100))
-def test_a_worker_is_silent_once_it_has_said_nothing_for_so_long(beat: Heartbeat, seconds: float) -> None:
+def test_a_worker_is_silent_after_silent_seconds(beat: Heartbeat, seconds: float) -> None:
     [worker] = after(RunState(), [(0.0, beat)]).workers.values()
     assert worker.is_silent(seconds) == (seconds > SILENT_SECONDS)
     assert worker.is_load_silent(seconds)
 
 
 @given(records)
-def test_any_record_may_be_heard(record: Record) -> None:
+def test_records_of_any_kind_are_accepted(record: Record) -> None:
     run = after(RunState(), [(1.0, record)])
     if not isinstance(record, Heartbeat | WorkerInfo | Load | Plan):
         assert run == RunState()
@@ -148,19 +148,19 @@ def test_any_record_may_be_heard(record: Record) -> None:
 
 
 @given(TELLINGS, st.integers(-9, 9).map(float))
-def test_by_another_clock_all_is_the_same(told: list[Told], ahead: float) -> None:
+def test_a_shifted_clock_shifts_all_times_alike(told: list[Told], ahead: float) -> None:
     later = reduced([(at + ahead, each) for at, each in told])
     assert {key: worker.later(ahead) for key, worker in reduced(told).workers.items()} == later.workers
 
 
-def test_what_is_told_counts_once_it_is_asked_for() -> None:
+def test_records_are_applied_when_the_run_is_read() -> None:
     known = KnownRun(FakeClock())
     known.tell(Plan(id="p", job="sums", num_wanted=2, why_wanted="so"))
     assert known.run is known.run
     assert known.run.num_wanted == 2
 
 
-def test_of_two_that_claim_a_sample_the_last_to_speak_has_it() -> None:
+def test_the_last_generator_to_claim_a_sample_owns_it() -> None:
     one, other = load(owned=("a", "b")), load(1, owned=("b",))
     assert reduced([(1.0, one), (2.0, other)]).owners == {"a": ("generator", 0), "b": ("generator", 1)}
     assert reduced([(3.0, one), (2.0, other)]).owners == {"a": ("generator", 0), "b": ("generator", 0)}

@@ -41,7 +41,7 @@ async def test_workers_compete_for_samples_and_each_gets_the_weights() -> None:
     assert [[delivery.record for delivery in each] for each in got] == [[WEIGHTS], [WEIGHTS]]
 
 
-async def test_a_record_goes_when_all_who_run_have_it() -> None:
+async def test_a_record_is_removed_once_all_running_consumers_acknowledged_it() -> None:
     bus = await open_bus()
     samples = bus.transport._subjects[bus.subject(Sample)]
     await bus.of("generator").publish(SAMPLE)
@@ -53,7 +53,7 @@ async def test_a_record_goes_when_all_who_run_have_it() -> None:
     assert not samples.stored
 
 
-async def test_nobody_speaks_or_hears_but_by_the_map() -> None:
+async def test_stages_publish_and_subscribe_only_as_the_map_allows() -> None:
     bus = await open_bus()
     with pytest.raises(InvalidRequest, match="reward does not produce it"):
         await bus.of("reward").publish(SAMPLE)
@@ -61,9 +61,9 @@ async def test_nobody_speaks_or_hears_but_by_the_map() -> None:
         await bus.of("reward").subscribe(Demand)
     with pytest.raises(InvalidRequest, match="view does not produce it"):
         await bus.of("view").publish(SCORE)
-    with pytest.raises(InvalidRequest, match="stage: this job runs 0 workers of it"):
+    with pytest.raises(InvalidRequest, match="stage: this job runs 0 workers of this stage"):
         bus.of("critic")
-    with pytest.raises(InvalidRequest, match="stage: this job runs 2 workers of it"):
+    with pytest.raises(InvalidRequest, match="stage: this job runs 2 workers of this stage"):
         bus.of("reward", 2)
     with pytest.raises(InvalidRequest, match="must be one of prompts, generator"):
         await Bus.open(bus.transport, "sums", workers={"rewards": 1})
@@ -78,7 +78,7 @@ async def test_whoever_starts_late_sees_the_latest_weights() -> None:
     assert [d.record for d in await inbox.pull(max_records=9, timeout_seconds=0)] == [newer]
 
 
-async def test_a_delivery_goes_on_with_another_worker_who_has_its_token() -> None:
+async def test_another_worker_can_adopt_a_delivery_by_its_token() -> None:
     bus = await open_bus()
     async with await bus.of("reward").subscribe(Sample) as first, await bus.of("reward", 1).subscribe(Sample) as other:
         await bus.of("generator").publish(SAMPLE)
@@ -94,14 +94,14 @@ async def test_a_delivery_goes_on_with_another_worker_who_has_its_token() -> Non
         await bus.clock.advance(5 * ACK_WAIT_SECONDS)
         assert await first.pull(max_records=9, timeout_seconds=0) == []
         foreign = delivery.held.token.replace("reward", "trainer")
-        with pytest.raises(InvalidRequest, match="none of a delivery"):
+        with pytest.raises(InvalidRequest, match="is not a delivery token"):
             await other.adopt(encode(SAMPLE), SAMPLE.id, foreign, {})
         for data, id in ((encode(SAMPLE), "another"), (encode(WEIGHTS), WEIGHTS.id), (b"nothing", SAMPLE.id)):
             with pytest.raises(MalformedRecord):
                 await other.adopt(data, id, delivery.held.token, {})
 
 
-async def test_a_delivery_that_nobody_holds_any_more_comes_again() -> None:
+async def test_an_abandoned_delivery_is_delivered_again() -> None:
     bus = await open_bus()
     async with await bus.of("reward").subscribe(Sample) as inbox:
         await bus.of("generator").publish(SAMPLE)
@@ -111,7 +111,7 @@ async def test_a_delivery_that_nobody_holds_any_more_comes_again() -> None:
         assert len(await inbox.pull(max_records=9, timeout_seconds=0)) == 1
 
 
-async def test_nobody_waits_for_an_observer() -> None:
+async def test_records_are_not_redelivered_to_observers() -> None:
     bus = await open_bus()
     report = StepReport(id="sums/1", job="sums", metrics=example_step())
     reports, samples = [await bus.of("view").subscribe(kind) for kind in (StepReport, Sample)]
@@ -123,7 +123,7 @@ async def test_nobody_waits_for_an_observer() -> None:
     assert await samples.pull(max_records=9, timeout_seconds=0) == [], "nothing that is owed to it comes again"
 
 
-async def test_two_runs_of_one_job_never_meet() -> None:
+async def test_two_runs_of_one_job_share_no_records() -> None:
     transport = MemoryTransport(clock=FakeClock())
     first, second = [await Bus.open(transport, "sums", uid=uid, workers=ALL) for uid in ("a1", "b2")]
     assert await first.of("generator").publish(SAMPLE)
@@ -133,7 +133,7 @@ async def test_two_runs_of_one_job_never_meet() -> None:
         assert len(await inbox.pull(max_records=9, timeout_seconds=0)) == 1
 
 
-async def test_what_is_no_record_of_the_run_never_reaches_the_stage_and_ends_nothing() -> None:
+async def test_malformed_records_never_reach_a_stage() -> None:
     bus = await open_bus()
     inbox = await bus.of("reward").subscribe(Sample)
     topic = bus.subject(Sample)
@@ -167,7 +167,7 @@ async def test_what_is_no_record_of_the_run_never_reaches_the_stage_and_ends_not
     [
         (b"", "an envelope without a record"),
         (encode(replace(SAMPLE, job="other", id="other/3/7/1")), "of job 'other'"),
-        (encode(replace(SAMPLE, id="sums/9/9/9")), "came under the id of"),
+        (encode(replace(SAMPLE, id="sums/9/9/9")), "came under the message id"),
     ],
 )
 async def test_a_record_of_another_job_or_under_another_id_is_refused(data: bytes, reason: str) -> None:
@@ -183,7 +183,7 @@ async def test_a_record_of_another_job_or_under_another_id_is_refused(data: byte
     watch.cancel()
 
 
-async def test_inside_its_inbox_nothing_that_is_held_is_delivered_to_anybody_else() -> None:
+async def test_held_records_are_not_redelivered_until_their_inbox_closes() -> None:
     bus = await open_bus()
     other = await bus.of("reward", 1).subscribe(Sample)
     async with await bus.of("reward").subscribe(Sample) as inbox:

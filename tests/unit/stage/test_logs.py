@@ -40,7 +40,7 @@ def test_a_line_says_where_and_when(stream: io.StringIO) -> None:
     }  # fmt: skip
 
 
-async def test_what_is_about_a_sample_names_it_in_every_thread_and_task(stream: io.StringIO) -> None:
+async def test_log_lines_about_a_sample_name_it_in_every_thread_and_task(stream: io.StringIO) -> None:
     async def one(sample: str) -> None:
         thread = ComputeThread(sample)
         with about(sample):
@@ -91,7 +91,7 @@ def test_no_line_holds_a_secret(stream: io.StringIO, said: str, secret: str) -> 
     assert "hunter2" not in stream.getvalue()
 
 
-def test_what_is_no_secret_stays(stream: io.StringIO) -> None:
+def test_text_without_secrets_is_logged_unchanged(stream: io.StringIO) -> None:
     for harmless in ("sums/3/7/1 of rlhf.sums.3f2a.sample", "http://127.0.0.1:80/readyz", "a@b", "SAMPLES OF STEP 3"):
         log.warning(harmless)
         assert lines(stream)[-1]["message"] == harmless
@@ -108,7 +108,7 @@ def test_noise_of_libraries_is_left_out_and_warnings_are_lines(stream: io.String
     assert "a warning of Python" in line["message"]
 
 
-def test_the_logging_of_before_is_back_afterwards() -> None:
+def test_the_previous_logging_setup_is_restored() -> None:
     root = logging.getLogger()
     before = (list(root.handlers), root.level, log.parent.level if log.parent else 0)
     with configure(job="sums", run="3f2a91c0", stage="reward", worker=1, stream=io.StringIO()):

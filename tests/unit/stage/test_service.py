@@ -32,7 +32,7 @@ from rlhfspec.stage.threads import ComputeThread
 from rlhfspec.stage.vitals import SAID_NOTHING, Vitals
 
 
-async def test_vitals_say_who_does_what_since_when() -> None:
+async def test_vitals_report_the_current_work_and_its_start() -> None:
     vitals = Vitals(clock := FakeClock())
     reward = vitals.worker("reward", 0)
     assert vitals.worker("reward", 0) is reward
@@ -51,7 +51,7 @@ async def test_vitals_say_who_does_what_since_when() -> None:
     assert [s.doing for s in vitals.snapshot()] == ["stopped"]
 
 
-async def test_waiting_again_for_the_same_is_one_wait() -> None:
+async def test_repeated_waits_for_the_same_thing_count_as_one() -> None:
     clock = FakeClock()
     worker = Vitals(clock).worker("trainer", 0)
     for _ in range(3):
@@ -95,7 +95,7 @@ async def test_calls_share_one_daemon_thread() -> None:
     ],
     ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
-async def test_whatever_a_call_raises_arrives(raised: BaseException, arrives: type[Exception]) -> None:
+async def test_any_exception_of_a_call_reaches_the_caller(raised: BaseException, arrives: type[Exception]) -> None:
     def fail() -> None:
         raise raised
 
@@ -123,7 +123,7 @@ async def test_a_cancelled_call_leaves_its_thread_behind_and_says_so(caplog: pyt
     hung.cancel()
     await asyncio.wait([hung])
     assert hung.cancelled()
-    assert "reward-0: cancelled while it computes; its thread is left behind" in caplog.text
+    assert "reward-0: cancelled while it computes; its thread keeps running" in caplog.text
     fresh = await thread.in_thread(threading.current_thread)
     assert fresh.name == "reward-0/2"
     go_on.set()
@@ -195,13 +195,13 @@ def test_the_run_is_over_when_the_trainer_is() -> None:
     assert supervised(("generator", None), ("reward", finish), ("trainer", finish)) == ["returned"] * 3
 
 
-def test_without_a_final_stage_all_must_return() -> None:
+def test_without_a_final_stage_the_run_ends_when_all_stages_return() -> None:
     assert supervised(("generator", finish), ("reward", finish)) == ["returned"] * 2
     with pytest.raises(LoopStalled):
         supervised(("generator", finish), ("reward", None), seconds=100.0)
 
 
-def test_the_first_that_raises_ends_the_others_and_is_named() -> None:
+def test_the_first_failing_stage_ends_the_others_and_is_named() -> None:
     with pytest.raises(StageFailed, match="reward 0: failed: ValueError: no digits") as caught:
         supervised(("generator", work_on), ("reward", fail), ("trainer", hang))
     assert (caught.value.stage, caught.value.worker) == ("reward", 0)
@@ -217,7 +217,7 @@ def test_the_first_that_raises_ends_the_others_and_is_named() -> None:
     ],
     ids=["ours without its class", "of a stage as it is", "cancelled from elsewhere"],
 )
-def test_an_error_is_told_in_its_words(error: BaseException, kind: type[Exception], told: str) -> None:
+def test_the_message_of_a_stage_error_is_reported(error: BaseException, kind: type[Exception], told: str) -> None:
     async def fail(service: Scripted) -> None:
         raise error
 
@@ -245,7 +245,7 @@ def test_a_deadlock_is_named_wait_by_wait() -> None:
     ]
 
 
-def test_who_works_keeps_the_others_waiting() -> None:
+def test_long_work_of_one_stage_is_no_stall() -> None:
     async def slowly(service: Scripted) -> None:
         for step in range(3):
             with service.vitals.working(f"step {step}", deadline_seconds=100.0):
@@ -269,7 +269,7 @@ async def test_time_before_the_run_is_no_stall() -> None:
     await run
 
 
-async def test_stop_is_asked_for_and_waited_for() -> None:
+async def test_a_stop_waits_for_work_to_finish() -> None:
     async def checkpoint_first(service: Scripted) -> None:
         await service.stopping.wait()
         with service.vitals.working("checkpoint", deadline_seconds=60.0):
@@ -284,12 +284,12 @@ async def test_stop_is_asked_for_and_waited_for() -> None:
     assert {state.doing for state in vitals.snapshot()} == {"stopped"}
 
 
-def test_who_does_not_stop_is_cancelled_and_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_service_that_does_not_stop_is_cancelled_and_named(caplog: pytest.LogCaptureFixture) -> None:
     assert supervised(("reward", hang), ("trainer", finish), seconds=20.0) == ["cancelled", "returned"]
     assert "reward 0 did not stop within 10 s and is cancelled" in caplog.text
 
 
-async def test_who_refuses_its_cancellation_is_left_behind_and_named(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_service_that_refuses_cancellation_is_abandoned_and_named(caplog: pytest.LogCaptureFixture) -> None:
     released = asyncio.Event()
 
     async def refuse(service: Scripted) -> None:
@@ -301,7 +301,7 @@ async def test_who_refuses_its_cancellation_is_left_behind_and_named(caplog: pyt
 
     vitals = Vitals(clock := FakeClock())
     await supervise(clock, vitals, [Scripted("reward", vitals, refuse), Scripted("trainer", vitals, finish)], 50.0)
-    assert "reward 0 refuses its cancellation and is left behind" in caplog.text
+    assert "reward 0 does not stop although it was cancelled, and is left behind" in caplog.text
     released.set()
     await clock.settle()
 
@@ -355,7 +355,7 @@ async def test_cancelling_the_run_cancels_the_services() -> None:
 
 
 @pytest.mark.parametrize("news", ["work in another thread", "trouble", "stop"])
-async def test_a_beat_comes_at_once_with_news(news: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_change_sends_a_heartbeat_at_once(news: str, monkeypatch: pytest.MonkeyPatch) -> None:
     vitals, stopping, begun, over = Vitals(), asyncio.Event(), threading.Event(), threading.Event()
     worker, beats = vitals.worker("reward", 0), Beats(vitals)
     monkeypatch.setattr(beats, "_pace", Pace(1000.0, 1000.0))
@@ -385,7 +385,7 @@ async def test_a_beat_comes_at_once_with_news(news: str, monkeypatch: pytest.Mon
         thread.join()
 
 
-def test_work_that_goes_on_is_no_news() -> None:
+def test_continued_work_changes_only_the_times_of_a_heartbeat() -> None:
     vitals = Vitals()
     with vitals.worker("reward", 0).working("scoring", deadline_seconds=60.0):
         before = vitals.snapshot()[0]
@@ -396,7 +396,7 @@ def test_work_that_goes_on_is_no_news() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "is_told"), [(SILENT_SECONDS - 0.5, False), (SILENT_SECONDS + 0.5, True)])
-def test_all_that_tell_of_silence_tell_it_at_one_time(seconds: float, is_told: bool) -> None:
+def test_all_views_report_a_silent_worker_after_the_same_time(seconds: float, is_told: bool) -> None:
     clock = FakeClock()
     known, live = KnownRun(clock), Live()
     known.tell(replace(snapshot()[0], stage="reward"), beat(), load())

@@ -39,7 +39,7 @@ def test_a_generator_in_parts_has_a_gpu_for_each() -> None:
         deal(job(roles={"generator": {"workers": 2, "tensorParallel": 2}}), NODE[:4])
 
 
-def test_too_few_are_refused_with_the_count_or_shared_where_the_job_says_so() -> None:
+def test_too_few_gpus_are_refused_unless_the_job_shares_them() -> None:
     with pytest.raises(InvalidRequest, match=r"each of 5 processes \(trainer 2, generator 2, reference 1\), and there"):
         deal(job(algorithm={"klCoefficient": 0.1}), NODE[:3])
     dealt = deal(job(share_gpus=True, algorithm={"klCoefficient": 0.1}), NODE[:3])
@@ -48,11 +48,11 @@ def test_too_few_are_refused_with_the_count_or_shared_where_the_job_says_so() ->
 
 
 @pytest.mark.parametrize("spec", [{"device": "cpu"}, {"device": "cuda:1"}, {"training": {"exactOnPolicy": True}}])
-def test_a_job_that_says_where_it_runs_is_dealt_nothing(spec: dict[str, Any]) -> None:
+def test_a_job_that_sets_its_devices_gets_no_gpus(spec: dict[str, Any]) -> None:
     assert deal(job(**spec), NODE[:1]) == {}
 
 
-def test_a_rank_sees_one_of_those_of_its_process(tmp_path: Path) -> None:
+def test_a_rank_sees_one_gpu_of_its_process(tmp_path: Path) -> None:
     for rank, mine in (("0", "4"), ("1", "5")):
         environment = {"LOCAL_RANK": rank, VISIBLE: "0,1,2,3,4,5"}
         see_only("4,5", environment)
@@ -68,7 +68,7 @@ def test_a_rank_sees_one_of_those_of_its_process(tmp_path: Path) -> None:
     assert visible({}, tmp_path) == ["0", "1"]  # as CUDA counts those that a container has
 
 
-def test_the_supervisor_tells_a_worker_and_the_worker_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_reads_the_gpus_that_the_supervisor_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = ProcessPlace(RunFolder(tmp_path))
     arguments = arguments_of(job(), place, deal(job(), NODE), "trainer", 0)
     assert arguments[arguments.index("--gpus") + 1] == "0,1", "of the set"

@@ -118,7 +118,7 @@ def test_a_sample_is_one_connected_trace_over_all_processes() -> None:
     )
 
 
-def test_spans_say_when_they_waited_and_when_they_worked() -> None:
+def test_spans_record_waiting_and_working_times() -> None:
     spans, _ = traced_life()
     times = {span.name: (span.waited_seconds, span.seconds) for span in spans}
     assert {name: times[name] for name in SPANS[1:4]} == {
@@ -129,7 +129,7 @@ def test_spans_say_when_they_waited_and_when_they_worked() -> None:
     assert training.attributes == {"scored": 104.5, "complete": 104.5}
 
 
-def test_spans_say_what_was_done() -> None:
+def test_spans_record_their_work_as_attributes() -> None:
     generation, reward = traced_life()[0][1:3]
     assert generation.attributes == {
         "generator": "generator-0", "tokens": 3, "strategies": "suffix x 3", "engine_steps": 3, "verifications": 3,
@@ -138,7 +138,7 @@ def test_spans_say_what_was_done() -> None:
     assert reward.attributes == {"work_seconds": 0.0, "reward": 0.5}
 
 
-def test_nothing_is_kept_of_what_is_over() -> None:
+def test_tracers_keep_nothing_after_a_step() -> None:
     for tracer in traced_life()[1]:
         assert not tracer._taken
         assert not tracer._steps
@@ -161,20 +161,20 @@ async def done_twice(taken: type[Prompt] | type[Sample], by: str, made: Sample |
     return spans
 
 
-async def test_what_is_done_twice_is_the_same_span_and_says_so() -> None:
+async def test_a_repeated_score_has_the_same_span_id_and_is_marked() -> None:
     spans = await done_twice(Sample, "reward", score("reward"))
     assert [(span.name, span.again) for span in spans[2:]] == [("reward", False), ("reward", True)]
     assert spans[2].id == spans[3].id
 
 
-async def test_what_is_generated_anew_is_another_stay_and_scores_hang_on_the_one_that_counted() -> None:
+async def test_a_regenerated_sample_has_a_span_of_its_own() -> None:
     prompt, fast, slow = await done_twice(Prompt, "generator", SAMPLE)
     assert [(span.delivery, span.again) for span in (fast, slow)] == [(2, False), (1, True)]
     assert fast.id != slow.id
     assert fast.parent == slow.parent == prompt.id
 
 
-def test_a_failed_score_and_samples_that_were_left_out_are_told() -> None:
+def test_spans_report_failed_scores_and_dropped_samples() -> None:
     spans: list[Span] = []
     tracer = Tracer(UID, spans.append)
     tracer.published(WorkerPlace("reward", 0), score("reward", error="timed out"), 1.0, True)
@@ -184,7 +184,7 @@ def test_a_failed_score_and_samples_that_were_left_out_are_told() -> None:
     assert (spans[1].name, spans[1].attributes["dropped"]) == ("training", 12)
 
 
-def test_evaluations_end_with_their_report_and_headers_that_are_none_break_nothing() -> None:
+def test_an_evaluation_span_ends_with_its_report_and_bad_headers_are_ignored() -> None:
     spans: list[Span] = []
     tracer = Tracer(UID, spans.append)
     sample = replace(SAMPLE, id="sums/evaluation-3/7/1", purpose="evaluation")
@@ -208,7 +208,7 @@ def write(run: Path, *spans: Span) -> None:
             files.keep(one)
 
 
-def test_spans_come_back_from_the_folder_as_they_were(tmp_path: Path) -> None:
+def test_spans_read_back_from_the_folder_are_those_written(tmp_path: Path) -> None:
     spans, _ = traced_life()
     write(tmp_path, *spans)
     assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == sorted(f"{s}-0.jsonl" for s in STAGES)
@@ -262,7 +262,7 @@ def test_a_folder_that_is_not_writable_ends_traces_alone(tmp_path: Path, caplog:
     assert not files._spans
 
 
-def test_of_a_resumed_run_the_last_life_counts_and_of_a_doubled_span_the_first(tmp_path: Path) -> None:
+def test_a_trace_shows_the_last_run_and_the_first_of_repeated_spans(tmp_path: Path) -> None:
     first, again = span("prompt", began=0.0, ended=0.1), span(again=True, worker=1, ended=1.5)
     write(tmp_path, first, again, span(ended=3.0), span("prompt", run="later", began=50.0, ended=50.1))
     assert [each.run for each in life_of(tmp_path, SAMPLE.id).spans] == ["later"]
@@ -278,7 +278,7 @@ def test_an_unknown_sample_names_the_nearest(tmp_path: Path) -> None:
         life_of(tmp_path, "smus-3/7/1")
 
 
-def test_the_slowest_of_the_last_trained_step(tmp_path: Path) -> None:
+def test_slowest_returns_the_slowest_samples_of_the_last_trained_step(tmp_path: Path) -> None:
     names = [f"sums/3/{prompt}/0" for prompt in range(4)]
     write(
         tmp_path,
@@ -324,7 +324,7 @@ def test_a_lost_collector_costs_spans_alone(monkeypatch: pytest.MonkeyPatch, cap
     with otlp.OtlpSpans("http://127.0.0.1:1", {}) as away:
         for _ in range(3):
             away.keep(span())
-    assert "does not take the last spans" in caplog.text
+    assert "did not accept the last spans in time" in caplog.text
 
 
 def numbers(meters: Meters) -> dict[str, float]:
@@ -332,7 +332,7 @@ def numbers(meters: Meters) -> dict[str, float]:
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
 
-def test_what_is_counted_of_what_passes() -> None:
+def test_meters_count_published_and_received_records() -> None:
     clock = Hand()
     place = WorkerPlace("generator", 1)
     meters = Meters(now=clock)
@@ -384,7 +384,7 @@ def test_what_is_counted_of_what_passes() -> None:
     assert {name: found.get(name) for name in expected} == expected
 
 
-def test_a_trained_step_is_told_as_far_as_it_applies() -> None:
+def test_step_metrics_are_set_as_far_as_they_apply() -> None:
     meters = Meters()
     report = StepReport(id="r", job="sums", metrics=replace(example_step(step=3), kl=None))
     meters.published(WorkerPlace("trainer", 0), report, 0.0, True)
@@ -398,7 +398,7 @@ def test_a_trained_step_is_told_as_far_as_it_applies() -> None:
     assert found['rlhfspec_step_policy_loss{stage="trainer",worker="0"}'] == metrics.policy_loss
 
 
-def test_what_a_worker_worked_is_told_by_its_vitals() -> None:
+def test_vitals_report_the_seconds_of_each_kind_of_work() -> None:
     vitals = Vitals(clock := FakeClock())
     meters = Meters()
     vitals.told = meters.worked
@@ -408,7 +408,7 @@ def test_what_a_worker_worked_is_told_by_its_vitals() -> None:
     assert found['rlhfspec_work_seconds_sum{stage="generator",work="loading weights version",worker="0"}'] == 1.5
 
 
-def test_two_processes_in_one_do_not_share_their_metrics() -> None:
+def test_meters_of_two_processes_are_separate() -> None:
     one, other = Meters(), Meters()
     one.reconnects("nats", lambda: 1)
     assert "rlhfspec_reconnects_total" in text_of(one.metrics())
@@ -425,7 +425,7 @@ def test_a_process_serves_its_metrics_where_prometheus_asks() -> None:
                 assert 'rlhfspec_reconnects_total{server="redis"} 1.0' in answer.read().decode()
 
 
-def test_ids_are_those_of_w3c() -> None:
+def test_trace_headers_follow_the_w3c_format() -> None:
     headers = Tracer(UID, lambda _: None).publishing(WorkerPlace("generator", 0), SAMPLE)
     trace = trace_id(UID, SAMPLE.id)
     assert headers["traceparent"] == f"00-{trace}-{span_id(trace, 'generation')}-01"

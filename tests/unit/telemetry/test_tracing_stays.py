@@ -25,7 +25,7 @@ from rlhfspec.telemetry.spans import Span, span_id, trace_id
 from rlhfspec.telemetry.tracer import Tracer
 
 
-def test_there_and_back_is_three_stays_and_two_moves_that_add_up() -> None:
+def test_a_sample_moved_there_and_back_has_three_stays_and_two_moves() -> None:
     watched, last = moved_there_and_back()
     life = watched.life()
     assert watched.told(life) == [
@@ -55,7 +55,7 @@ def test_each_stay_says_what_it_made() -> None:
     assert [stay.attributes.get("left") for stay in stays] == ["moved", "moved", None]
 
 
-def test_a_move_says_from_where_to_where_and_what_it_took() -> None:
+def test_a_move_span_records_source_destination_bytes_and_pause() -> None:
     moves = moved_there_and_back()[0].life().moves
     assert moves[0].attributes == {
         "move": "sums/move/01", "source": 0, "destination": 1, "how": "kv", "bytes": 1_200_000, "rounds": 2,
@@ -63,19 +63,19 @@ def test_a_move_says_from_where_to_where_and_what_it_took() -> None:
     }  # fmt: skip
 
 
-def test_what_stood_still_and_stayed_is_one_stay_and_what_was_refused_before_is_not_told() -> None:
+def test_a_failed_move_leaves_one_stay_and_a_refused_one_no_span() -> None:
     watched = Watched()
     watched.after(1.0).takes(0)
     watched.after(1.0).tells(0, 1, "kept", pause=0.0, reason="busy")
-    watched.after(2.0).tells(0, 2, "kept", pause=1.5, reason="the destination is no more")
+    watched.after(2.0).tells(0, 2, "kept", pause=1.5, reason="the destination is gone")
     last = watched.after(1.0).finishes(0)
     life = watched.life()
     assert watched.told(life) == [("generation", 0, 1.0, 5.0), ("move", 0, 2.5, 4.0)]
     assert last == life.stays[0].id == span_id(trace_id(UID, PROMPT.id), "generation")
-    assert "came to nothing: the destination is no more; 1.2 MB in 2 rounds" in shown(life)
+    assert "came to nothing: the destination is gone; 1.2 MB in 2 rounds" in shown(life)
 
 
-def test_of_a_dead_generators_sample_the_queue_is_what_it_waited_for_that_one() -> None:
+def test_queue_time_of_a_redelivered_sample_is_its_wait_for_the_dead_generator() -> None:
     watched = Watched()
     watched.after(0.5).takes(0)
     watched.after(0.9).says(0)
@@ -88,15 +88,15 @@ def test_of_a_dead_generators_sample_the_queue_is_what_it_waited_for_that_one() 
     assert life.queue_seconds == pytest.approx(0.5)
     assert [life.is_in_vain(stay) for stay in life.stays] == [True, False]
     assert last == life.stays[1].id
-    assert "its generator ended without a word" in shown(life)
-    assert "× in vain: it was generated anew" in shown(life)
+    assert "its generator ended without reporting it" in shown(life)
+    assert "× in vain: it was generated again" in shown(life)
     [row] = [line for line in printed(slowest_table([life])) if PROMPT.id in line]
     assert row.split("   ")[0].strip() == PROMPT.id
     for part in ("13.8 s", "500 ms", "2.00 s, and 11.3 s in vain", "10", "generator 1"):
         assert part in row
 
 
-def test_what_dies_at_its_second_generator_is_lost_with_it() -> None:
+def test_a_stay_at_a_generator_that_died_after_a_move_is_lost() -> None:
     watched = Watched()
     watched.takes(0)
     first = progress(4, plain=4)
@@ -114,28 +114,28 @@ def test_what_dies_at_its_second_generator_is_lost_with_it() -> None:
     assert life.queue_seconds == 0.0
 
 
-def test_while_it_is_generated_one_sees_where_it_is() -> None:
+def test_a_trace_shows_where_a_sample_is_still_generated() -> None:
     watched = Watched()
     watched.takes(0)
     watched.after(4.0).says(0)
     life = watched.life()
     assert watched.told(life) == [("generation", 0, 0.0, 4.0)]
-    assert "it is there still, or its generator is gone" in shown(life)
+    assert "it is still there, or its generator is gone" in shown(life)
     watched.after(1.0).finishes(0)
     assert watched.told(watched.life()) == [("generation", 0, 0.0, 5.0)]
 
 
-def test_of_a_generator_that_was_killed_before_it_told_others_know_when_the_sample_was_out() -> None:
+def test_a_stay_of_a_killed_generator_ends_when_its_sample_was_sent() -> None:
     watched = Watched()
     watched.takes(0)
     watched.after(4.0).says(0)
     watched.after(2.0).scored()
     life = watched.life()
     assert watched.told(life) == [("generation", 0, 0.0, 5.5), ("reward", 0, 6.0, 6.0)]
-    assert "its generator ended without a word" in shown(life)
+    assert "its generator ended without reporting it" in shown(life)
 
 
-def test_where_the_first_ones_word_is_lost_the_second_one_still_knows_what_it_came_with() -> None:
+def test_a_stay_records_tokens_generated_before_though_the_first_span_is_lost() -> None:
     watched = Watched()
     watched.after(3.0).takes(1, came=progress(4, plain=4))
     watched.after(1.0).finishes(1)
@@ -145,7 +145,7 @@ def test_where_the_first_ones_word_is_lost_the_second_one_still_knows_what_it_ca
     assert row.split()[-3:] == ["10", "generator", "1"]
 
 
-def test_what_a_generator_that_leaves_handed_back_waited_from_then_on() -> None:
+def test_a_handed_back_sample_is_queued_until_it_is_taken_again() -> None:
     watched = Watched()
     watched.after(1.0).takes(0)
     watched.after(3.0).hands_back(0)
@@ -160,9 +160,9 @@ def test_what_a_generator_that_leaves_handed_back_waited_from_then_on() -> None:
 @pytest.mark.parametrize(
     ("how", "moved_at", "finished_at", "told_at", "moved_until"),
     [("lost", 3.5, 7.5, 23.5, 3.5), ("kv", 3.1, 3.2, 3.5, 3.2)],
-    ids=["it was never said whether it was taken", "it was finished before it was said"],
+    ids=["the destination never confirmed it", "it was finished before it was said"],
 )
-def test_it_was_where_it_went_on_whatever_its_source_heard_and_when(
+def test_a_stay_begins_where_the_sample_went_on_whatever_its_source_reports(
     how: MoveOutcome, moved_at: float, finished_at: float, told_at: float, moved_until: float
 ) -> None:
     watched = Watched()
@@ -176,20 +176,20 @@ def test_it_was_where_it_went_on_whatever_its_source_heard_and_when(
     ]  # fmt: skip
 
 
-def test_where_nobody_has_it_it_is_nowhere_until_it_is_delivered_anew() -> None:
+def test_a_lost_move_lasts_until_the_sample_is_delivered_again() -> None:
     watched = Watched()
     watched.takes(0)
-    reason = "it was never said whether it was taken"
+    reason = "the destination never confirmed it"
     watched.after(23.0).gives(0, progress(4, plain=4), 1, "lost", pause=20.0, reason=reason)
     watched.after(10.0).takes(2, delivery=2)
     watched.after(1.0).finishes(2)
     life = watched.life()
     assert watched.told(life) == [("generation", 0, 0.0, 3.0), ("move", 0, 3.0, 33.0), ("generation", 2, 33.0, 34.0)]
     assert life.queue_seconds == 0.0
-    assert "it was never said whether it was taken; 1.2 MB in 2 rounds" in shown(life)
+    assert "the destination never confirmed it; 1.2 MB in 2 rounds" in shown(life)
 
 
-def test_who_was_only_slow_and_came_second_counts_for_nothing() -> None:
+def test_a_slow_second_copy_of_a_sample_is_marked_as_in_vain() -> None:
     watched = Watched()
     watched.takes(0)
     watched.after(12.0).takes(1, delivery=2)
@@ -199,7 +199,7 @@ def test_who_was_only_slow_and_came_second_counts_for_nothing() -> None:
     assert [(stay.worker, life.is_in_vain(stay)) for stay in life.stays] == [(0, False), (1, True)]
 
 
-async def test_a_sample_that_could_not_arrive_was_never_there() -> None:
+async def test_a_failed_import_of_a_moved_sample_leaves_no_stay() -> None:
     """The prompt is adopted before the engine takes the sequence, and returned on failure."""
     spans: list[Span] = []
     meters = Meters()
@@ -227,7 +227,7 @@ async def test_a_sample_that_could_not_arrive_was_never_there() -> None:
 
 
 @given(st.integers(1, 4), st.randoms(use_true_random=False))
-def test_whatever_the_clocks_of_several_machines_say_nothing_overlaps(num_stays: int, draw: random.Random) -> None:
+def test_stays_and_moves_never_overlap_despite_clock_skew(num_stays: int, draw: random.Random) -> None:
     """Clocks differ by seconds, and files are in any order."""
     now, spans = 0.0, []
     for number in range(1, num_stays + 1):
@@ -244,7 +244,7 @@ def test_whatever_the_clocks_of_several_machines_say_nothing_overlaps(num_stays:
     assert all(after.began >= before.ended for before, after in pairwise(parts))
 
 
-def test_a_collector_gets_each_stay_and_each_move_once_and_nothing_that_is_not_over() -> None:
+def test_a_collector_gets_each_ended_stay_and_move_once() -> None:
     watched, _ = moved_there_and_back()
     scored = Span(
         run=UID, sample=PROMPT.id, name="reward", stage="reward", worker=0, step=3, began=112.0, ended=113.0,
@@ -267,7 +267,7 @@ def test_a_collector_gets_each_stay_and_each_move_once_and_nothing_that_is_not_o
     assert sum(each["rlhfspec.tokens"].int_value for each in told) == 10
 
 
-def test_a_picture_of_a_sample_that_moved() -> None:
+def test_the_printed_trace_shows_stays_and_moves() -> None:
     text = shown(life := moved_there_and_back()[0].life())
     rows = [line for line in text.splitlines() if line.lstrip().startswith(("generation", "move"))]
     assert [row.split("  ")[1:2] for row in rows]
@@ -285,7 +285,7 @@ def test_a_picture_of_a_sample_that_moved() -> None:
         assert said in row
     assert "generator 0 -> 1" in rows[1]
     assert "generator 1 -> 0" in rows[3]
-    assert "─ stands still while it moves" in text
+    assert "─ paused while it moves" in text
     assert "in vain" not in text
     [row] = [line for line in printed(slowest_table([life])) if PROMPT.id in line]
     for part in ("1.00 s", "8.50 s", "2, 1.00 s", "10", "generator 0, 1, 0"):

@@ -87,7 +87,7 @@ TOLD_AT = {"long-documents": "docs", "in-two-roots": "libs/rlhfspec/engine", "no
 
 
 @pytest.mark.parametrize("plant", PLANTED)
-def test_a_planted_fault_is_told_with_its_place(tmp_path: Path, plant: str) -> None:
+def test_a_planted_fault_is_reported_with_its_place(tmp_path: Path, plant: str) -> None:
     path, text, line, words = PLANTED[plant]
     [fault] = house.faults_of(of(tmp_path, {path: text}))
     assert (str(fault.path), fault.line) == (TOLD_AT.get(plant, path), line)
@@ -110,7 +110,7 @@ NAMED = "class Cache: ...\nclass _Row: ...\nWAIT = 2\nclass Again:\n    WAIT = 1
         ("from rlhfspec.engine.core import Cache, WAIT\n", 0),
     ],
 )
-def test_a_name_means_one_thing(tmp_path: Path, text: str, line: int) -> None:
+def test_a_repeated_class_name_or_differing_constant_is_a_fault(tmp_path: Path, text: str, line: int) -> None:
     """Line 0 means no fault."""
     faults = house.faults_of(of(tmp_path, {CORE: NAMED, "services/rlhfspec/cli/start.py": text}))
     assert [fault.line for fault in faults] == ([line] if line else [])
@@ -125,7 +125,7 @@ def test_a_name_means_one_thing(tmp_path: Path, text: str, line: int) -> None:
         ("tests/unit/engine/test_core.py", "class TestCore(EngineContract): ...\n"),
     ],
 )
-def test_what_is_allowed_is_no_fault(tmp_path: Path, path: str, text: str) -> None:
+def test_allowed_code_is_no_fault(tmp_path: Path, path: str, text: str) -> None:
     assert house.faults_of(of(tmp_path, {path: text})) == []
 
 
@@ -137,18 +137,18 @@ def test_what_is_allowed_is_no_fault(tmp_path: Path, path: str, text: str) -> No
         "if TYPE_CHECKING:\n    import rlhfspec.engine.core\n",
     ],
 )
-def test_a_circle_is_told_however_it_is_imported(tmp_path: Path, back: str) -> None:
+def test_an_import_cycle_is_found_whatever_the_import_form(tmp_path: Path, back: str) -> None:
     [fault] = house.faults_of(of(tmp_path, {"libs/rlhfspec/engine/cache.py": back}))
     assert fault.words == "a circle of imports: rlhfspec.engine.cache, rlhfspec.engine.core"
 
 
-def test_circles_are_told_apart() -> None:
+def test_separate_import_cycles_are_reported_separately() -> None:
     imports = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": {"f"}, "f": {"e"}}
     assert house.circles_of(imports) == {frozenset("abc"), frozenset("ef")}
     assert house.circles_of(imports | {"c": set(), "f": set()}) == set()
 
 
-def test_the_tiers_are_those_of_the_folders() -> None:
+def test_tiers_match_the_test_folders() -> None:
     assert tuple(TIERS) == house.TIERS
     assert {path.name for path in TESTS.iterdir() if path.is_dir() and any(path.rglob("test_*.py"))} == set(TIERS)
 
@@ -219,12 +219,12 @@ def chosen(repository: Repository, *changed: str) -> set[str]:
         ("tests/conftest.py", ALL),
     ],
 )
-def test_what_a_change_chooses(repository: Repository, changed: str, wanted: set[str]) -> None:
+def test_a_change_selects_the_tests_that_reach_it(repository: Repository, changed: str, wanted: set[str]) -> None:
     assert chosen(repository, changed) == wanted
     assert chosen(repository, changed, "tests/second.py") == wanted | {"helped"}
 
 
-def test_of_this_repository() -> None:
+def test_changes_in_this_repository_select_the_right_tests() -> None:
     repository = Repository(ROOT, grimp.build_graph("rlhfspec", cache_dir=None))
     deciding = chosen(repository, "operators/rlhfspec/operator/deciding/reconcile.py")
     assert deciding >= {"operator_reconcile", "operator_world"}
@@ -252,7 +252,9 @@ SUITE = Suite("it", tests=("tests/*/*/test_*.py",), text="def test_it", modules=
         (SUITE, "constraints.txt", ALL | {"run"}),
     ],
 )
-def test_what_a_change_makes_due(repository: Repository, suite: Suite, changed: str, wanted: set[str]) -> None:
+def test_a_change_makes_the_test_files_that_reach_it_due(
+    repository: Repository, suite: Suite, changed: str, wanted: set[str]
+) -> None:
     due = suites.due_files(suite, repository, [Path(changed)])
     assert {path.stem.removeprefix("test_") for path in due} == wanted
     assert set(due.values()) <= {Path(changed)}
@@ -273,7 +275,7 @@ def test_a_suite_not_known_to_have_passed_is_due(repository: Repository, monkeyp
         assert bool(suites.due("it", repository, "0123abcd")[0]) == is_due
 
 
-def test_what_came_of_a_suite_is_counted(tmp_path: Path) -> None:
+def test_outcomes_of_a_suite_are_counted(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     report.write_text('<testsuites><testsuite tests="7" skipped="2" failures="1" errors="1"/></testsuites>')
     assert suites.counts_of(report) == {"passed": 3, "skipped": 2, "failed": 2}
@@ -300,7 +302,7 @@ def test_a_chain_follows_imports_types_and_protocols(tmp_path: Path) -> None:
         graph.chain(graph.find("main.idle"), graph.find("FileStore.put"))
 
 
-def test_every_walk_can_be_walked() -> None:
+def test_every_documented_walk_has_a_call_chain() -> None:
     graph = CallGraph(ROOT)
     for legs in WALKS.values():
         for first, last in legs:

@@ -106,7 +106,7 @@ async def test_fake_time_wakes_sleepers_in_order() -> None:
     assert woken == [("b", 1.0), ("b", 2.0), ("a", 3.0)]
 
 
-async def test_first_of_says_whether_any_is_done() -> None:
+async def test_first_of_returns_whether_a_future_is_done() -> None:
     never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     assert not await first_of(SystemClock(), [never], 0.0)
     never.set_result(None)
@@ -284,7 +284,7 @@ def delivered(number: int, *, num_deliveries: int) -> SimpleNamespace:
     return SimpleNamespace(reply=token, data=b"", headers={"Nats-Msg-Id": str(number)})
 
 
-async def test_a_pull_that_is_given_up_while_a_message_is_buried_loses_none_and_buries_it() -> None:
+async def test_a_pull_cancelled_during_a_dead_letter_loses_no_message() -> None:
     connection, may_bury, buried = HeldConnection(), asyncio.Event(), list[DeadLetter]()
 
     async def bury(letter: DeadLetter) -> None:
@@ -308,9 +308,11 @@ async def test_a_pull_that_is_given_up_while_a_message_is_buried_loses_none_and_
     assert [data for _, data in connection.asked] == [b"+ACK"]
 
 
-async def test_what_comes_to_who_has_left_a_busy_server_goes_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_messages_that_arrive_after_leaving_a_busy_server_are_handed_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The server takes longer to confirm than the transport waits."""
-    monkeypatch.setattr(module, "_CLOSE_SECONDS", 0.01)
+    monkeypatch.setattr(module, "_UNSUBSCRIBE_SECONDS", 0.01)
     connection = HeldConnection()
     connection.heard = SimpleNamespace(drain=asyncio.Event().wait)
     reward = Consumer(name="reward", max_deliveries=None)

@@ -21,7 +21,7 @@ def test_every_record_has_a_strategy_and_a_place_in_the_envelope() -> None:
 
 
 @pytest.mark.parametrize("record_type", STRATEGIES, ids=lambda kind: kind.__name__)
-def test_message_has_the_record_s_fields(record_type: type[Record]) -> None:
+def test_a_message_has_the_fields_of_its_record(record_type: type[Record]) -> None:
     assert not unlike(Envelope.DESCRIPTOR.fields_by_name[ENVELOPE_FIELDS[record_type]].message_type, record_type)
 
 
@@ -82,7 +82,7 @@ def test_round_trip_changes_nothing(record_type: type[Record]) -> None:
     changes_nothing()
 
 
-def test_a_record_of_nothing_but_zeros_and_empty_strings_is_one_too() -> None:
+def test_a_record_of_zeros_and_empty_strings_round_trips() -> None:
     nothing = Demand(id="", job="", step=0, round=0, num_prompts=0)
     assert decode(encode(nothing)) == nothing
 
@@ -137,11 +137,11 @@ def test_malformed_bytes_say_what_is_wrong(data: bytes, problem: str) -> None:
         (dataclasses.replace(SAMPLE, job=None), "Sample.job"),  # type: ignore[arg-type]
     ],
 )
-def test_what_a_field_cannot_hold_is_refused_by_name(record: Record, field: str) -> None:
+def test_a_value_that_a_field_cannot_hold_is_refused_by_name(record: Record, field: str) -> None:
     with pytest.raises(InvalidRequest, match=field.replace(".", r"\.")):
         encode(record)
 
 
-def test_a_failed_score_may_say_what_it_got() -> None:
+def test_a_failed_score_may_carry_nan_values() -> None:
     failed = dataclasses.replace(SCORE, values=(math.nan,), error="the model gave NaN")
     assert bits(decode(encode(failed))) == bits(failed)

@@ -199,7 +199,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     except BuildError as error:
         reason = str(error)
     except OSError as error:  # also raised for a cache on a noexec file system
-        reason = f"{error} (RLHFSPEC_CACHE names another place)"
+        reason = f"{error} (set RLHFSPEC_CACHE to another folder)"
     log.warning("rlhfspec: no CPU kernels, using plain torch: %s", reason)
     return None, reason
 

@@ -25,17 +25,17 @@ def rank_told(environment: Mapping[str, str]) -> RankTold:
     """Return the environment's rank, or raise InvalidRequest for a wrong or missing variable."""
     rank, num_ranks = _number(environment, "RANK", 0), _number(environment, "WORLD_SIZE", 1)
     if not 0 <= rank < num_ranks:
-        problem = f"in the environment, must be below WORLD_SIZE ({num_ranks}); torchrun sets both, others unset it"
+        problem = f"the environment variable must be below WORLD_SIZE ({num_ranks}); unset both without torchrun"
         raise InvalidRequest("RANK", environment.get("RANK"), problem)
     if num_ranks == 1:
         return RankTold(0, 1, "")
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         if not environment.get(name):
             raise InvalidRequest(
-                name, environment.get(name), f"must be set beside WORLD_SIZE ({num_ranks}), as torchrun does"
+                name, environment.get(name), f"must be set together with WORLD_SIZE ({num_ranks}), as torchrun does"
             )
     if not environment.get(SECRET):
-        problem = f"must be set beside WORLD_SIZE ({num_ranks}): random text, the same for all ranks of this run alone"
+        problem = f"must be set together with WORLD_SIZE ({num_ranks}): random text that only this run's ranks share"
         raise InvalidRequest(SECRET, None, problem)
     leader = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
     return RankTold(rank, num_ranks, leader, environment[SECRET].encode())
@@ -57,4 +57,4 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     try:
         return int(text)
     except ValueError:
-        raise InvalidRequest(name, text, "in the environment, must be a whole number") from None
+        raise InvalidRequest(name, text, "the environment variable must be a whole number") from None

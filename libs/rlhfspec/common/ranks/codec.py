@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _LARGE_BYTES = 1 << 20  # a larger tensor is sent by itself, without a copy
-_DTYPES = {
+_TENSOR_DTYPES = {
     name: getattr(torch, name)
     for name in (
         *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64"),
@@ -84,7 +84,7 @@ def receive(group: Any, source: int) -> Any:
 
     def tensor(dtype: str, shape: list[int]) -> Tensor:
         nonlocal place
-        empty = torch.empty(shape, dtype=_DTYPES[dtype])
+        empty = torch.empty(shape, dtype=_TENSOR_DTYPES[dtype])
         content = _bytes_of(empty)
         if len(content) > _LARGE_BYTES:
             dist.broadcast(content, group=group, group_src=source)

@@ -74,7 +74,7 @@ class Ranks:
                 name, arguments = codec.receive(self.commands, 0)
             except RuntimeError as error:
                 patience = self.silence_seconds
-                problem = f"waited for a command of rank 0, which is gone or said nothing for {patience:g} s: {error}"
+                problem = f"waited for a command of rank 0, which exited or sent nothing for {patience:g} s: {error}"
                 raise StageStalled(stage, self.rank, "a command of rank 0", patience, problem) from error
             if name == STOP:
                 return

@@ -20,7 +20,7 @@ from rlhfspec.common.ranks.group import Ranks
 from rlhfspec.common.ranks.store import is_here, opened, prove
 from rlhfspec.errors import StageStalled
 
-_TELL_SECONDS = 10.0
+_SLOW_JOIN_SECONDS = 10.0
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 log = logging.getLogger("rlhfspec.common.ranks")
 
@@ -32,7 +32,7 @@ def joined(
     silence_seconds: float,
     device: str = "cpu",
     stage: str = "trainer",
-    tell_seconds: float = _TELL_SECONDS,
+    tell_seconds: float = _SLOW_JOIN_SECONDS,
     tensor_parallel: int = 1,
 ) -> Iterator[Ranks]:
     """Join the ranks that the environment names, or only this process, and yield its `Ranks`.

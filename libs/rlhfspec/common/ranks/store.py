@@ -20,7 +20,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from rlhfspec.common.ranks import RankTold
 
-_NONCE_BYTES = 12
+_SEAL_NONCE_BYTES = 12
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -56,7 +56,7 @@ class SealedStore(Store):
         self._clones: list[SealedStore] = []
 
     def set(self, key: str, value: str | bytes) -> None:
-        nonce, name = os.urandom(_NONCE_BYTES), self._name(key)
+        nonce, name = os.urandom(_SEAL_NONCE_BYTES), self._name(key)
         content = value.encode() if isinstance(value, str) else bytes(value)
         self._inner.set(name, (nonce + self._cipher.encrypt(nonce, content, name.encode())).hex())
 
@@ -64,7 +64,7 @@ class SealedStore(Store):
         name = self._name(key)
         try:
             sealed = bytes.fromhex(self._inner.get(name).decode())
-            return self._cipher.decrypt(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], name.encode())
+            return self._cipher.decrypt(sealed[:_SEAL_NONCE_BYTES], sealed[_SEAL_NONCE_BYTES:], name.encode())
         except (InvalidTag, ValueError) as error:
             raise RuntimeError("a process without the ranks' secret wrote into their store") from error
 

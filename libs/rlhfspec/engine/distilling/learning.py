@@ -26,7 +26,7 @@ _RUN_DRAFT_MODEL = frozenset(name for name, entry in DRAFTERS.items() if entry.r
 RING_TOKENS, PASSES = 32768, 4
 LESSON_TOKENS = 512  # labelled tokens of one optimizer step
 _SWAP_EVERY = 4  # optimizer steps, or when the lessons run out
-_LOOK_EVERY = 16  # optimizer steps between two evaluations; the first ones come sooner
+_EVALUATE_EVERY = 16  # optimizer steps between two evaluations; the first ones come sooner
 _WATCH_SECONDS = 0.05  # step time between two evaluations of past steps; shorter steps are only noted
 _NOTING_SECONDS = 4e-6  # cost of noting a step with cold caches
 
@@ -37,7 +37,7 @@ def next_look(num_steps: int) -> int:
     >>> [next_look(steps) for steps in (0, 2, 4, 8, 16, 32)]
     [2, 4, 8, 16, 32, 48]
     """
-    return num_steps + min(max(num_steps, 2), _LOOK_EVERY)
+    return num_steps + min(max(num_steps, 2), _EVALUATE_EVERY)
 
 
 def drafter_learning(state: EngineState) -> DraftLearning | None:

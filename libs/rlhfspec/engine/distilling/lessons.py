@@ -11,7 +11,7 @@ from rlhfspec.common.arrays import FloatArray, IntArray
 
 NUM_LABELS = 32  # tokens per label; less likely ones are left out
 LONGEST_LESSON = 256  # labelled tokens in a lesson, and at most as many context tokens
-_MOST_ROWS = 16  # sequences recorded at a time
+_MAX_RECORDED_ROWS = 16  # sequences recorded at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ class LessonRecorder:
 
     def start(self, row: int, temperature: float) -> None:
         """Start recording the sequence that took the row, if few others are being recorded."""
-        if len(self.rows) < _MOST_ROWS:
+        if len(self.rows) < _MAX_RECORDED_ROWS:
             self.rows[row] = _Recording(temperature)
 
     def note(self, row: int, position: int, ids: IntArray, log_probs: FloatArray, tokens: IntArray) -> None:

@@ -8,7 +8,7 @@ from rlhfspec.common.arrays import IntArray
 from rlhfspec.engine.base import LearningReport
 
 _SHARE = 0.05  # of step time at most, without a configured share
-_TRIED = 0.01  # of elapsed time that may be spent before anything was saved
+_UPFRONT_SHARE = 0.01  # of elapsed time that may be spent before anything was saved
 _FIRST_SECONDS, _FIRST_LABEL_SECONDS = 0.25, 1e-4  # estimates for a learning step and for a label, until measured
 _MEMORY = 500.0  # verifications; also the sample that describes the drafter before learning
 _DEEPEST = 32  # drafted tokens of one path that are counted separately
@@ -48,7 +48,7 @@ class LearningBudget:
     def stepped(self, *, seconds: float, drafted_seconds: float, num_tokens: IntArray) -> None:
         """Add engine steps. Only steps of the trained drafter count in `drafted_seconds` and `num_tokens`."""
         self._step_seconds += seconds
-        self._allowed += _TRIED * seconds
+        self._allowed += _UPFRONT_SHARE * seconds
         if not len(num_tokens):
             return
         accepted = np.clip(num_tokens - 1, 0, _DEEPEST)  # the end of a sequence may cut some off
@@ -62,7 +62,7 @@ class LearningBudget:
         self._allowed += saved
 
     def idled(self, seconds: float) -> None:
-        self._allowed += _TRIED * seconds
+        self._allowed += _UPFRONT_SHARE * seconds
 
     def took(self) -> None:
         self._is_new = False

@@ -18,7 +18,7 @@ from rlhfspec.huggingface.structure.causal_lm import CausalLM, hidden_of
 
 MUON_RATE, ADAM_RATE = 1e-2, 1e-3
 _WARM_UP_STEPS = 50
-_KEPT = 0.99  # weight of the old average per optimizer step; less in the first steps
+_AVERAGE_DECAY = 0.99  # weight of the old average per optimizer step; less in the first steps
 
 
 class Student:
@@ -70,12 +70,12 @@ class Student:
     def take(self, learnt: Mapping[str, torch.Tensor]) -> None:
         if learnt.keys() != self._learning.keys():
             other = min(learnt.keys() ^ self._learning.keys())
-            raise InvalidRequest("drafter", other, "what was learnt is another drafter's")
+            raise InvalidRequest("drafter", other, "the learnt weights belong to another drafter")
         for name, parameter in self._learning.items():
             if learnt[name].shape != parameter.shape or learnt[name].dtype != parameter.dtype:
-                raise InvalidRequest("drafter", name, "what was learnt is another drafter's")
+                raise InvalidRequest("drafter", name, "the learnt weights belong to another drafter")
             if not learnt[name].isfinite().all():
-                raise InvalidRequest("drafter", name, "what was learnt holds numbers that are not finite")
+                raise InvalidRequest("drafter", name, "the learnt weights hold NaN or infinity")
         for name, parameter in self._learning.items():
             parameter.copy_(learnt[name])
             self._average[name].copy_(learnt[name])
@@ -108,7 +108,7 @@ class Student:
 
     @torch.no_grad()
     def _take_into_the_average(self) -> None:
-        kept = min(_KEPT, self._num_steps / (self._num_steps + 9.0))
+        kept = min(_AVERAGE_DECAY, self._num_steps / (self._num_steps + 9.0))
         for name, parameter in self._learning.items():
             self._average[name].lerp_(parameter, 1.0 - kept)
 

@@ -23,7 +23,7 @@ _OPENNESS = {16: 0.05, 8: 0.2, 4: 0.8, 2: 2.0}
 Continuations = tuple[tuple[int, ...], tuple[float, ...], float]
 """Candidate tokens, the logarithms of their chances (not sorted), and that of the chance of any other token."""
 
-_NOTHING: Continuations = ((), (), 0.0)
+_NO_CONTINUATIONS: Continuations = ((), (), 0.0)
 _LEAST_REST = 1e-6
 
 
@@ -32,7 +32,7 @@ def _alone(order: int) -> tuple[tuple[float, ...], float]:
     return (math.log(chance),), math.log(1.0 - chance)
 
 
-_ALONE = {order: _alone(order) for order in ORDERS}
+_LONE_CHANCES = {order: _alone(order) for order in ORDERS}
 
 
 class ContextIndex:
@@ -74,14 +74,14 @@ class ContextIndex:
             if known is None:
                 continue
             if known.__class__ is int and order >= 8:
-                log_chances, log_rest = _ALONE[order]
+                log_chances, log_rest = _LONE_CHANCES[order]
                 return (known,), log_chances, log_rest
             found = self._ready.get(key)
             if found is None:
                 counts = {known: 1} if known.__class__ is int else known
                 found = self._ready[key] = self._blended(counts, context, place)  # type: ignore[arg-type]
             return found
-        return _NOTHING
+        return _NO_CONTINUATIONS
 
     def _blended(self, counts: dict[int, int], context: tuple[int, ...], place: int) -> Continuations:
         openness = _OPENNESS[ORDERS[place]] * len(counts)

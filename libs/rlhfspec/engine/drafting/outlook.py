@@ -14,7 +14,7 @@ from rlhfspec.engine.drafting.cost import TARGET, CostModel, draft_kind
 from rlhfspec.job.choices.drafters import DRAFTERS
 
 _NODES = np.array([0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0])  # per sequence
-_DEPTHS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24])
+_DRAFT_DEPTHS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24])
 _CURVE_MEMORY = 8.0  # sequences' trees that a curve remembers
 _TRUTH_MEMORY = 200.0  # promised tokens that the correction remembers
 _TRUTH_KEPT = 0.98  # share of the memory kept per step
@@ -35,9 +35,9 @@ class _Prospect:
         self.plan = plan
         # [depths, nodes] accepted tokens per sequence with drafts of at most that depth; initially of an average
         # drafter
-        self.gain: Floats = 3.0 * (1.0 - 0.75 ** np.minimum(_NODES, _DEPTHS[:, None]))
+        self.gain: Floats = 3.0 * (1.0 - 0.75 ** np.minimum(_NODES, _DRAFT_DEPTHS[:, None]))
         self.success = 0.75  # accepted children per expanded node
-        depths = [*(int(depth) for depth in _DEPTHS if depth < plan.depth), plan.depth]
+        depths = [*(int(depth) for depth in _DRAFT_DEPTHS if depth < plan.depth), plan.depth]
         self.notches = [replace(plan, depth=depth) for depth in depths]
         self.promised = self.came_true = 1.0  # tokens, decayed sums
         self.promise = 0.0  # tokens per second at the last look, before correction
@@ -54,8 +54,8 @@ class _Prospect:
         self.success += rate * (float(path.sum()) / above - self.success)
         deepest = int(forest.depth.max(initial=0))
         gain = np.zeros(len(_NODES))
-        for i, depth in enumerate(_DEPTHS.tolist()):
-            if i == 0 or _DEPTHS[i - 1] < deepest:  # otherwise nothing is deeper
+        for i, depth in enumerate(_DRAFT_DEPTHS.tolist()):
+            if i == 0 or _DRAFT_DEPTHS[i - 1] < deepest:  # otherwise nothing is deeper
                 sums = np.append(0.0, descending(path[forest.depth <= depth]).cumsum())
                 gain = np.interp(_NODES * num_sequences, np.arange(len(sums)), sums) / num_sequences
             self.gain[i] += rate * (gain - self.gain[i])
@@ -90,11 +90,11 @@ class DraftOutlook:
             seconds += costs.host_seconds(name, num_sequences)
             table = costs.tables.get(draft_kind(name))  # None: it drafts in one go
             level = table.seconds(plan.width * num_sequences) if table is not None else 0.0
-            draft = seconds + (_DEPTHS[:, None] - 1) * level
+            draft = seconds + (_DRAFT_DEPTHS[:, None] - 1) * level
             rates = num_sequences * ((1.0 + prospect.gain) / (verify + draft)).max(axis=1)  # by depth
             # One notch deeper than the best, since the level rule stops where it does not pay. Unlimited if the curves
             # were learnt at a larger batch, which was not worth drafting for as deeply.
-            deepest = int(rates.argmax()) + 1 if num_sequences > _MUCH_SMALLER * prospect.batch else len(_DEPTHS)
+            deepest = int(rates.argmax()) + 1 if num_sequences > _MUCH_SMALLER * prospect.batch else len(_DRAFT_DEPTHS)
             now = prospect.notches[min(deepest, len(prospect.notches) - 1)]
             prospect.promise = float(rates.max())
             rate = prospect.promise * prospect.came_true / prospect.promised

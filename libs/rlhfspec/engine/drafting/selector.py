@@ -18,9 +18,9 @@ from rlhfspec.engine.drafting.outcomes import OutcomeBuffer
 from rlhfspec.engine.drafting.outlook import DraftOutlook
 from rlhfspec.job.choices.drafters import DRAFTERS
 
-_LOOK_EVERY = 4  # steps between two looks at all plans; a new batch size triggers a look
+_REPLAN_EVERY = 4  # steps between two looks at all plans; a new batch size triggers a look
 _LEAST_TRIED = 4  # sequences a trial drafts for, and nodes it verifies, at least
-_TRIED = 8  # a trial drafts for 1/8 of the batch, because an idle drafter must catch up with all prompts
+_TRIAL_DIVISOR = 8  # a trial drafts for 1/8 of the batch, because an idle drafter must catch up with all prompts
 _SURPRISE_TOKENS, _SURPRISE_TIMES = 2, 3  # surprise: more than 3 times the expected accepted tokens, plus 2
 _ENDING = 8  # tokens of room
 
@@ -76,7 +76,7 @@ class AdaptiveSelector:
         best = int(((num_sequences + expected) / (fixed + verify_seconds)).argmax())
         num_nodes = int(looked_at[best])
         if self._is_trial:
-            num_nodes = max(num_nodes, min(forest.size, max(num_sequences // _TRIED, _LEAST_TRIED)))
+            num_nodes = max(num_nodes, min(forest.size, max(num_sequences // _TRIAL_DIVISOR, _LEAST_TRIED)))
         if _is_telling(state):
             self._outlook.learn_forest(plan, forest, plan.num_sequences or num_sequences)
         keep = best_nodes(worth, num_nodes, ranked)
@@ -112,14 +112,14 @@ class AdaptiveSelector:
             return PLAIN
         self._step += 1
         batch = len(state.rows), state.num_prefill_rows > 0
-        if batch != self._looked_at or self._step % _LOOK_EVERY == 0:
+        if batch != self._looked_at or self._step % _REPLAN_EVERY == 0:
             self._outlook.look(state)
             self._looked_at = batch
         trial = self._outlook.trial(self._step)
         self._is_trial = trial is not None
         chosen = trial or self._outlook.best
         self._outlook.use(chosen, self._step)
-        part = max(len(state.rows) // _TRIED, _LEAST_TRIED)
+        part = max(len(state.rows) // _TRIAL_DIVISOR, _LEAST_TRIED)
         return replace(chosen, num_sequences=part) if self._is_trial and part < len(state.rows) else chosen
 
     def _learn(self, outcome: DraftOutcome) -> float:

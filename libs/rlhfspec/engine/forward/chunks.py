@@ -183,8 +183,8 @@ def why_ours(spec: AttentionSpec, kv: Tensor) -> str:
 def told(reasons: Sequence[str]) -> str:
     """Describe which kernel runs prompt chunks, given each layer's reason against FlashAttention.
 
-    >>> told(["", "FlashAttention knows no chunked attention"])
-    'varlen_attn in 1 of 2 layers; FlashAttention knows no chunked attention'
+    >>> told(["", "FlashAttention does not support chunked attention"])
+    'varlen_attn in 1 of 2 layers; FlashAttention does not support chunked attention'
     """
     refused = list(dict.fromkeys(filter(None, reasons)))
     if not refused:

@@ -28,7 +28,7 @@ def wait_for(device: torch.device) -> None:
 def check_fits(device: torch.device, fraction: float, *, weights: int, kv: int) -> None:
     """Raise InvalidRequest if weights and KV (bytes) do not fit the device."""
     if is_measured(device) and weights + kv > free_bytes(device, fraction):
-        parts = (f"weights take {gigabytes(weights)}", f"{gigabytes(kv)} of keys and values")
+        parts = (f"weights take {gigabytes(weights)}", f"keys and values take {gigabytes(kv)}")
         raise InvalidRequest(FIELD, fraction, does_not_fit(device, fraction, *parts))
 
 
@@ -42,8 +42,8 @@ def free_bytes(device: torch.device, fraction: float) -> int:
 def does_not_fit(device: torch.device, fraction: float, *parts: str) -> str:
     module = module_of(device)
     free, total = module.mem_get_info(device)
-    may = f"{gigabytes(int(fraction * total))}, {fraction:g} of {device}, may be taken and {gigabytes(free)} are free"
-    return f"{may}; {', '.join(parts)}, beside {gigabytes(module.memory_allocated(device))} of this process"
+    may = f"{gigabytes(int(fraction * total))} ({fraction:g} of {device}) may be used and {gigabytes(free)} are free"
+    return f"{may}; {', '.join(parts)}, and this process already holds {gigabytes(module.memory_allocated(device))}"
 
 
 def gigabytes(num_bytes: int) -> str:

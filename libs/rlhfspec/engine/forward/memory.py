@@ -51,8 +51,8 @@ def sized(config: EngineConfig, runners: Sequence[ModelRunner], group: Ranks | N
     if num_blocks < least(config).num_blocks:
         missing = least(config).num_blocks * num_bytes
         raise InvalidRequest(FIELD, config.gpu_memory_fraction, does_not_fit(
-            device, config.gpu_memory_fraction, f"{_FORWARDS} forwards {gigabytes(_FORWARDS * forward)}",
-            f"keys and values of one sequence {gigabytes(missing)}",
+            device, config.gpu_memory_fraction, f"{_FORWARDS} forwards take {gigabytes(_FORWARDS * forward)}",
+            f"keys and values of one sequence take {gigabytes(missing)}",
         ))  # fmt: skip
     for runner in runners:
         runner.hold(num_blocks)

@@ -74,9 +74,9 @@ def make_state(
 
 def _why_not_of_the_policy(config: EngineConfig, group: Ranks | None) -> str:
     if group is not None:
-        return "is not made of a model that several processes hold together"
+        return "is not possible with a model that is split over several processes"
     if _runner_config(config, "model").arithmetic == "torch":
-        return "is made for the kernels of a CPU"
+        return "needs the CPU kernels"
     return ""
 
 
@@ -155,7 +155,7 @@ def _tokenizer(path: str | Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
-        log.info("no tokenizer at %s (%s): token ids in, token ids out", path, type(error).__name__)
+        log.info("no tokenizer at %s (%s): the engine takes and returns token ids only", path, type(error).__name__)
         return None
 
 

@@ -50,7 +50,7 @@ from rlhfspec.kernels.kv_pack import copy_slots, pack_into, unpack_from
 from rlhfspec.kernels.tree_attention import AttentionMeta, IndexArray, tree_attention
 from rlhfspec.messages.records.models import ModelReport
 
-_ATTENTION_NAME = "rlhfspec_tree"
+_TREE_ATTENTION = "rlhfspec_tree"
 SPARE_BYTES = 1 << 30  # of KV: 8,000 tokens of an 8B model
 # On CUDA torch multiplies in fewer bits. A correct bfloat16 model differs by .011 to .017 from the reference.
 _TOLERANCES_OF_CUDA = {torch.float32: 2e-3, torch.bfloat16: 3e-2}
@@ -84,7 +84,7 @@ class ModelRunner:
         self.vocab_size = anatomy.vocab_size
         self.num_token_ids = int(model.get_input_embeddings().num_embeddings)  # accepted ids; the output may have fewer
         if self.num_token_ids < self.vocab_size:
-            problem = f"gives {self.vocab_size} token ids and takes {self.num_token_ids}"
+            problem = f"outputs {self.vocab_size} token ids, but its embedding has only {self.num_token_ids}"
             raise UnsupportedModel(config.name, type(model).__name__, problem)
         self.attentions = anatomy.attentions
         self.kv_shape = (len(anatomy.attentions), 2, *cache_shape(anatomy.attentions))
@@ -319,7 +319,7 @@ class ModelRunner:
         if self.config.device.type == "cpu":
             return []
         if self.config.exact_rows:
-            return ["bits are to be a row's own"] * len(self.attentions)
+            return ["a row's bits must not depend on other rows"] * len(self.attentions)
         kinds = {replace(spec, index=0): why_ours(spec, self.kv) for spec in self.attentions}
         return [kinds[replace(spec, index=0)] for spec in self.attentions]
 
@@ -328,8 +328,8 @@ class ModelRunner:
         computed_in = self.activation_dtype
         cast(fused.model, precision if computed_in == self.config.dtype else Precision(computed_in))
         fused.model.to(device=self.config.device)  # in the stored dtype: in float32 it may not fit
-        AttentionInterface.register(_ATTENTION_NAME, attend)
-        model.set_attn_implementation(_ATTENTION_NAME)
+        AttentionInterface.register(_TREE_ATTENTION, attend)
+        model.set_attn_implementation(_TREE_ATTENTION)
         use_eager_experts(model)
         return fused
 

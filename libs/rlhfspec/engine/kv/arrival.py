@@ -31,7 +31,7 @@ def check_manifest(manifest: Manifest, *, architecture: str, weights_version: in
     _same("schema", manifest.schema, SCHEMA)
     fingerprints = manifest.fingerprints
     are_texts = isinstance(fingerprints, tuple) and all(isinstance(each, str) for each in fingerprints)
-    _require("fingerprints", are_texts and len(fingerprints) in (1, 2), fingerprints, "one or two texts")
+    _require("fingerprints", are_texts and len(fingerprints) in (1, 2), fingerprints, "one or two strings")
     check_type("architecture", manifest.architecture, str)
     _same("architecture", manifest.architecture, architecture)
     versions = is_int(manifest.weights_version) and 0 <= manifest.weights_version <= weights_version
@@ -58,7 +58,7 @@ def check_range(kv: KVRange, manifest: Manifest, spaces: SequenceOf[KVSpace | No
     for space, first, part in zip(spaces, kv.start.positions, kv.kv, strict=True):
         is_bytes = isinstance(part, np.ndarray) and part.dtype == np.uint8 and part.ndim == 2
         is_bytes = is_bytes and part.flags.c_contiguous
-        _require("kv", is_bytes, type(part).__name__, "uint8 [positions, bytes a position]")
+        _require("kv", is_bytes, type(part).__name__, "uint8 [positions, bytes per position]")
         if space is not None:
             _same("kv", part.shape[1], space.bytes_per_position)
         if len(part) or first != NOT_WANTED:
@@ -87,7 +87,7 @@ def check_watermark(start: Watermark, epoch: int, num_spaces: int) -> None:
 def check_reserved(manifest: Manifest, reserved: Sequence, spaces: SequenceOf[KVSpace]) -> None:
     assert reserved.origin is not None
     _require(
-        "request", reserved.origin.request == manifest.request, manifest.request.id, "another one was reserved for"
+        "request", reserved.origin.request == manifest.request, manifest.request.id, "reserved for another request"
     )
     for space in spaces if reserved.has_row else ():
         written = int(space.cached[reserved.row])
@@ -117,7 +117,7 @@ def check_state(arrived: SequenceState, num_token_ids: int, stop_ids: tuple[int,
     _array("weights_versions", versions, np.int32, response)
     newest = arrived.manifest.weights_version
     known = not response or (versions[0] >= 0 and versions[-1] <= newest and (np.diff(versions) >= 0).all())
-    _require("weights_versions", known, "an unknown one, or an older one after it", f"0 to {newest}, never falling")
+    _require("weights_versions", known, "an unknown version, or a decreasing one", f"0 to {newest}, never falling")
     counters = arrived.counters
     are_counts = _is_tuple(counters, NUM_COUNTERS) and all(map(_is_count, counters))
     _require("counters", are_counts, counters, f"{NUM_COUNTERS} numbers")

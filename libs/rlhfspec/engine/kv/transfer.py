@@ -142,7 +142,7 @@ class Moves:
         arrival.check_type("request_id", kv.request_id, str)
         sequence = self.scheduler.arriving.get(kv.request_id)
         if sequence is None or sequence.origin is None or not sequence.has_row:
-            raise SequenceStateError("reservation", kv.request_id, "none, or its room was needed")
+            raise SequenceStateError("reservation", kv.request_id, "none, or dropped because its room was needed")
         request, spaces = sequence.request, self._spaces(sequence.origin)
         limit = len(request.prompt_token_ids) + request.params.max_tokens
         arrival.check_range(kv, sequence.origin, spaces, limit)

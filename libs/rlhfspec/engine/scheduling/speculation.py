@@ -92,7 +92,7 @@ class Speculator:
     def _go_without_what_cannot_pay(self) -> None:
         few_bits = self.state.few_bits
         if few_bits is not None and few_bits.is_optional and not _pays(self.costs):
-            log.info("the policy does not draft for itself: its copy in 8 bits is not enough faster here")
+            log.info("self-drafting is off: the policy's 8-bit copy is not fast enough on this machine")
             self.state.draft = self.state.few_bits = None
             self.drafters = _drafters(self.state)
 

@@ -38,7 +38,7 @@ log = logging.getLogger("rlhfspec.vllm")
 AHEAD_SECONDS = 0.02
 _MOST_TIMES_AHEAD = 8
 MOST_RESTARTS = 3  # without a finished sequence
-_NAMES = count()  # of sequences in a child; a name is never used twice
+_SEQUENCE_NAMES = count()  # of sequences in a child; a name is never used twice
 _NOT_FINITE = "logits: the model gave NaN or infinity for this sequence"
 
 
@@ -112,7 +112,7 @@ class VllmEngine:
         return *request.params.stop_token_ids, *eos
 
     def _enter(self, sequence: VllmSequence) -> None:
-        name = f"{next(_NAMES)}"
+        name = f"{next(_SEQUENCE_NAMES)}"
         self._sequences[name] = sequence
         self._by_id[sequence.request.id] = name
         self._new.append(name)
@@ -147,11 +147,11 @@ class VllmEngine:
 
     def check_integrity(self) -> None:
         assert set(self._by_id.values()) == set(self._sequences), "the two tables differ"
-        assert set(self._new) <= set(self._sequences), "one is to be told that is not here"
+        assert set(self._new) <= set(self._sequences), "a new sequence is not in the table"
         if not self._sequences and self._child.pid is not None:
             self._settle()
             free, blocks = self._gauges["num_free_blocks"], self._opened["num_blocks"]
-            assert self._gauges["num_requests"] == 0, "the child runs what is not here"
+            assert self._gauges["num_requests"] == 0, "vLLM runs a sequence that is not in the table"
             assert free == blocks, f"{blocks - free} blocks leaked"
 
     def _settle(self) -> None:
@@ -267,7 +267,7 @@ class VllmEngine:
         self._restarts_in_vain += 1
         if self._restarts_in_vain > MOST_RESTARTS:
             raise EngineFailed("vllm", f"{ended}; it was started {MOST_RESTARTS} times without finishing a sequence")
-        log.warning("vLLM's process ended and is started again: %s", ended)
+        log.warning("vLLM's process ended and is being restarted: %s", ended)
         try:
             self._child.start()
             self._child.ask("begin", {"weights": self._weights.path}, seconds=self._step_seconds)

@@ -20,8 +20,8 @@ from rlhfspec.kernels.cpu.build import supports
 
 _NUM_DRAFT_TOKENS = 4
 _SMALL_BYTES = 2 << 30  # of weights: small enough to load a second time and compare logits
-_MOST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.1}  # of logits, relative to the largest
-NO_DRAFTS = "on a CPU without AVX-512 vLLM's drafted steps give NaN after some dozens of sequences: must be off"
+_LOGITS_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of logits, relative to the largest
+NO_DRAFTS = "must be off on a CPU without AVX-512: vLLM's drafted steps give NaN there after some dozens of sequences"
 FIELD_OF = {
     "max_model_len": "dataset.maxPromptTokens", "num_gpu_blocks_override": "generation.kvCacheTokens",
     "dtype": "generation.dtype", "speculative": "generation.speculation.mode",
@@ -74,9 +74,9 @@ def speculative_config(job: RLHFJob, num_draft_tokens: int) -> tuple[str, dict[s
         ngram = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1}
         return "ngram", {**ngram, "num_speculative_tokens": num_draft_tokens}
     if mode not in (ADAPTIVE, "model"):
-        raise InvalidRequest("spec.generation.speculation.mode", mode, "the engine vllm has off, suffix and model")
+        raise InvalidRequest("spec.generation.speculation.mode", mode, "vllm takes adaptive, off, suffix or model")
     if drafter == AUTO:
-        raise InvalidRequest("spec.model.drafter", AUTO, "the engine vllm drafts with a model of its own: name one")
+        raise InvalidRequest("spec.model.drafter", AUTO, "must name a draft model: the engine vllm cannot choose one")
     return "draft_model", {"method": "draft_model", "model": drafter, "num_speculative_tokens": num_draft_tokens}
 
 
@@ -118,8 +118,8 @@ def _is_small(path: str) -> bool:
 def _refuse_unless_right(child: VllmProcess, opened: dict[str, Any], dtype: str) -> None:
     problems = list(opened["problems"])
     difference = opened["difference"]
-    if difference is not None and not difference <= _MOST_DIFFERENCE[dtype]:
-        problems.append(f"its logits differ from Hugging Face's by {difference:.2g} of the largest")
+    if difference is not None and not difference <= _LOGITS_TOLERANCE[dtype]:
+        problems.append(f"its logits differ from Hugging Face's by {difference:.2g} of the largest logit")
     if problems:
         child.close()
-        raise InvalidRequest("spec.model.path", opened["model"], f"vLLM does not generate by the law: {problems[0]}")
+        raise InvalidRequest("spec.model.path", opened["model"], f"vLLM does not follow docs/law.md: {problems[0]}")

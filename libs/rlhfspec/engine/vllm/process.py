@@ -76,7 +76,7 @@ class VllmProcess:
         """Send a command and return its reply. Raise VllmEnded, killing the child, if none comes in time."""
         process = self._process
         if process is None or process.stdin is None:
-            raise VllmEnded("it does not run")
+            raise VllmEnded("the process is not running")
         end = time.monotonic() + seconds
         try:
             process.stdin.write(json.dumps({name: arguments}).encode() + b"\n")

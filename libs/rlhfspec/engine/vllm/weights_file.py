@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-_KINDS = {
+_SAFETENSORS_TYPES = {
     "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
@@ -27,7 +27,7 @@ class WeightsFile:
         header, end = dict[str, Any](), 0
         for name, tensor in state_dict.items():
             begin, end = end, end + tensor.numel() * tensor.element_size()
-            kind = _KINDS[str(tensor.dtype).removeprefix("torch.")]
+            kind = _SAFETENSORS_TYPES[str(tensor.dtype).removeprefix("torch.")]
             header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [begin, end]}
         words = json.dumps(header).encode()
         words += b" " * (-len(words) % 8)

@@ -148,8 +148,8 @@ def guard_rows(model: Any, guard: Guard, parts: CausalLM, run: Callable[[], obje
     guard_paths(model, guard, parts, guarded)
     for path, function in _audit(model, run) if found else []:
         kind = type(model.get_submodule(path)).__name__
-        where = path or "behind the trunk"
-        raise UnsupportedModel(name, kind, f"{where}: torch's {function} gives a row other bits in other company")
+        where = path or "after the trunk"
+        raise UnsupportedModel(name, kind, f"{where}: torch's {function} gives a row other bits next to other rows")
     return guarded
 
 

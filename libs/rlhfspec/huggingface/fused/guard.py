@@ -19,7 +19,7 @@ from rlhfspec.kernels.linear import PackedLinear, arithmetic_beside
 
 Key = tuple[int, tuple[int, ...], tuple[int, ...]]
 _PIECE = 16384  # elements: below torch's grain size, so that one thread runs them all
-_FEW = 16  # terms of a product that are added one by one
+_FEW_TERMS = 16  # terms of a product that are added one by one
 _VECTOR = 64  # elements; no vector unit is wider
 
 
@@ -124,7 +124,7 @@ class Guard(WeightProducts):
 
     def other_product(self, one: Tensor, other: Tensor) -> Any:
         """Multiply batches of matrices that sum few terms per element, in order. Others give NotImplemented."""
-        if min(one.ndim, other.ndim) < 3 or one.shape[-1] > _FEW or one.shape[:-2] != other.shape[:-2]:
+        if min(one.ndim, other.ndim) < 3 or one.shape[-1] > _FEW_TERMS or one.shape[:-2] != other.shape[:-2]:
             return NotImplemented
         return (one[..., :, :, None] * other[..., None, :, :]).sum(-2)
 

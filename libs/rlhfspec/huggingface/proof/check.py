@@ -32,7 +32,7 @@ from rlhfspec.kernels.tree_attention_twin import write_kv_reference
 from rlhfspec.messages.records.models import ModelReport
 
 log = logging.getLogger(__name__)
-_ATTRIBUTE = "rlhfspec_report"
+_REPORT_ATTRIBUTE = "rlhfspec_report"
 _NATIVE = "native"
 OWN_BITS, BITS_BY_COMPANY = "every row's own", "may depend on the rows beside it"
 
@@ -49,11 +49,11 @@ class Runnable(Protocol):
 
 
 def keep_report(model: Any, report: ModelReport) -> None:
-    object.__setattr__(model, _ATTRIBUTE, report)
+    object.__setattr__(model, _REPORT_ATTRIBUTE, report)
 
 
 def report_of(model: Any) -> ModelReport:
-    return getattr(model, _ATTRIBUTE)  # type: ignore[no-any-return]
+    return getattr(model, _REPORT_ATTRIBUTE)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def prove(proof: RunnerProof) -> Proved:
             raise UnsupportedModel(name, kind, "a row's logits depend on the rows beside it")
         runner.native = runner.native_decoder()
         if runner.native is not None and not same_bits(check.together(), alone):
-            log.warning("%s: the one-call decoder gives other bits than the layers of %s: they run instead", name, kind)
+            log.warning("%s: the one-call decoder gives other bits than the layers of %s: using the layers", name, kind)
             runner.native = None
     report = ModelReport(
         model=kind,

@@ -29,7 +29,7 @@ from rlhfspec.huggingface.structure.trace import refusing
 
 # Least tolerance of logits, relative to the largest.
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-5, torch.bfloat16: 2e-2}
-_NAME = "rlhfspec_reference"
+_REFERENCE_NAME = "rlhfspec_reference"
 _NEAR_TIE = 0.05  # between two experts' scores, relative to the larger
 _FOLLOWED = 0.1  # likewise, for choices that are taken over; bfloat16 flipped some up to .04
 _LAST_BIT = 2.0**-23  # of a product's usual size: effect of another order of addition
@@ -192,7 +192,7 @@ def _answer(
         keywords["position_ids"] = torch.tensor([probe.positions])
     needs = rounding.is_needed
     function = _Eager(anatomy.attentions, probe, rounding).attend if probe.num_random or needs else None
-    attention = attending(model, "eager" if function is None else _NAME, function, masks=function is not None)
+    attention = attending(model, "eager" if function is None else _REFERENCE_NAME, function, masks=function is not None)
     refuses = refusing(name, type(model).__name__, f"Hugging Face itself fails on {probe}")
     with refuses, attention, following, ExpertChoices() as choices, rounding if needs else nullcontext():
         logits = model(input_ids=torch.tensor([probe.tokens]), **keywords).logits

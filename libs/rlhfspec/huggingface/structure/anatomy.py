@@ -64,7 +64,7 @@ class _Tracer:
         self.tokens = torch.arange(1, _NEAR_TOKENS + 1) % model.get_input_embeddings().num_embeddings
 
     def run(self, num_tokens: int, *, past: int = 0) -> ForwardTrace:
-        problem = "cannot run behind a KV cache" if past else "is no model of text alone"
+        problem = "cannot continue from a KV cache" if past else "is not a text-only model"
         with refusing(self.name, type(self.model).__name__, problem):
             return self._forward(self.tokens[:num_tokens], past, **past_of(self.model, past))
 
@@ -94,14 +94,14 @@ class _Tracer:
             places = torch.arange(near.num_tokens)
             if few and same_tokens(many, few, places, max_context, first=0) is False:
                 problem = (
-                    f"{path}: RoPE whose angles depend on the length of the sequence ({_rope_kind(module)}); within its"
-                    f" original length it runs, but the context may have {max_context} tokens"
+                    f"{path}: RoPE whose angles depend on the length of the sequence ({_rope_kind(module)}); it runs"
+                    f" only within its original length, but the context may have {max_context} tokens"
                 )
                 raise UnsupportedModel(self.name, type(module).__name__, problem)
 
     def specs(self, near: ForwardTrace, far: ForwardTrace) -> tuple[AttentionSpec, ...]:
         if len(near.attentions) != len(far.attentions):
-            problem = "runs other attentions at the beginning than behind it"
+            problem = "runs other attentions at the beginning of a sequence than later"
             raise UnsupportedModel(self.name, type(self.model).__name__, problem)
         pairs = zip(near.attentions, far.attentions, strict=True)
         return tuple(self._spec(index, begin, end) for index, (begin, end) in enumerate(pairs))
@@ -137,10 +137,10 @@ class _Tracer:
         chunk = last_start - max(start for _, start in rows if start < last_start)
         if all(start == query - query % chunk for query, start in rows):
             return None, chunk
-        raise UnsupportedModel(self.name, near.kind, "sees an irregular part of what is before a token")
+        raise UnsupportedModel(self.name, near.kind, "attends to an irregular set of earlier tokens")
 
     def _at(self, tokens: torch.Tensor, positions: torch.Tensor) -> ForwardTrace:
-        with refusing(self.name, type(self.model).__name__, "cannot run tokens at any position"):
+        with refusing(self.name, type(self.model).__name__, "cannot run tokens at arbitrary positions"):
             return self._forward(tokens, 0, position_ids=positions[None], use_cache=False)
 
     def _forward(self, tokens: torch.Tensor, past: int, **keywords: Any) -> ForwardTrace:

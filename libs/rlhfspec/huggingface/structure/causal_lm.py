@@ -15,7 +15,7 @@ from transformers.utils.generic import ModelOutput
 from rlhfspec.huggingface.structure.attention import AttentionSpec
 from rlhfspec.huggingface.structure.positions import positions_in
 
-_ATTRIBUTE = "rlhfspec_anatomy"
+_ANATOMY_ATTRIBUTE = "rlhfspec_anatomy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +59,11 @@ def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
 
 
 def anatomy_of(model: Any) -> Anatomy:
-    return getattr(model, _ATTRIBUTE)  # type: ignore[no-any-return]
+    return getattr(model, _ANATOMY_ATTRIBUTE)  # type: ignore[no-any-return]
 
 
 def keep_anatomy(model: Any, anatomy: Anatomy) -> None:
-    object.__setattr__(model, _ATTRIBUTE, anatomy)
+    object.__setattr__(model, _ANATOMY_ATTRIBUTE, anatomy)
 
 
 class CausalLM:

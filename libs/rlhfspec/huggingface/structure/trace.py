@@ -115,7 +115,7 @@ def _first_seen(name: str, kind: str, mask: Any, num_queries: int, num_keys: int
     if says_more:
         raise UnsupportedModel(name, kind, "adds a bias to attention scores through the mask")
     if visible.shape[-2:] != (num_queries, num_keys) or not (visible == visible[:1, :1]).all():
-        raise UnsupportedModel(name, kind, f"an attention mask of shape {tuple(mask.shape)}")
+        raise UnsupportedModel(name, kind, f"uses an unsupported attention mask of shape {tuple(mask.shape)}")
     rows = visible[0, 0]  # [N, keys]
     place = torch.arange(num_keys)
     own = place[num_keys - num_queries :, None]

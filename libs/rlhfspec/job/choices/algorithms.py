@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhfspec.job.choices.registry import Entry, Registry
 
-_ESTIMATORS = "rlhfspec.training.learning.estimators"
+_ESTIMATORS_MODULE = "rlhfspec.training.learning.estimators"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ ALGORITHMS = Registry(
     AlgorithmEntry(
         name="ppo",
         about="GAE against a critic, whitened",
-        make=f"{_ESTIMATORS}:against_values",
+        make=f"{_ESTIMATORS_MODULE}:against_values",
         paper="1707.06347",
         has_critic=True,
         defaults={
@@ -36,7 +36,7 @@ ALGORITHMS = Registry(
     AlgorithmEntry(
         name="grpo",
         about="(r - mean) / std of the prompt's group",
-        make=f"{_ESTIMATORS}:against_group",
+        make=f"{_ESTIMATORS_MODULE}:against_group",
         paper="2402.03300",
         compares_responses=True,
         defaults={"kl_coefficient": 0.04},
@@ -44,7 +44,7 @@ ALGORITHMS = Registry(
     AlgorithmEntry(
         name="dr-grpo",
         about="r - mean of the prompt's group",
-        make=f"{_ESTIMATORS}:against_group",
+        make=f"{_ESTIMATORS_MODULE}:against_group",
         paper="2503.20783",
         compares_responses=True,
         defaults={"normalize_by_std": False, "loss_aggregation": "sequence-sum-constant"},
@@ -52,7 +52,7 @@ ALGORITHMS = Registry(
     AlgorithmEntry(
         name="rloo",
         about="r - mean of the group's other samples",
-        make=f"{_ESTIMATORS}:against_others",
+        make=f"{_ESTIMATORS_MODULE}:against_others",
         paper="2402.14740",
         compares_responses=True,
         defaults={
@@ -63,7 +63,7 @@ ALGORITHMS = Registry(
     AlgorithmEntry(
         name="reinforce++",
         about="reward to go, whitened over the whole step",
-        make=f"{_ESTIMATORS}:reward_to_go",
+        make=f"{_ESTIMATORS_MODULE}:reward_to_go",
         paper="2501.03262",
         defaults={
             "samples_per_prompt": 1, "whiten_advantages": True, "kl_coefficient": 0.01, "kl_placement": "reward",
@@ -73,7 +73,7 @@ ALGORITHMS = Registry(
     AlgorithmEntry(
         name="dapo",
         about="(r - mean) / std of the prompt's group",
-        make=f"{_ESTIMATORS}:against_group",
+        make=f"{_ESTIMATORS_MODULE}:against_group",
         paper="2503.14476",
         compares_responses=True,
         defaults={"clip_high": 0.28, "loss_aggregation": "token-mean", "dynamic_sampling": True},
@@ -81,7 +81,7 @@ ALGORITHMS = Registry(
     AlgorithmEntry(
         name="gspo",
         about="(r - mean) / std of the prompt's group",
-        make=f"{_ESTIMATORS}:against_group",
+        make=f"{_ESTIMATORS_MODULE}:against_group",
         paper="2507.18071",
         compares_responses=True,
         defaults={"clip_low": 3e-4, "clip_high": 4e-4, "ratio_level": "sequence"},

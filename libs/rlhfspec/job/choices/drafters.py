@@ -48,7 +48,7 @@ DRAFTERS = Registry(
     ),
     DrafterEntry(
         name="model",
-        about="a smaller model of the same vocabulary, level by level, under the target's own noise",
+        about="a smaller model with the same vocabulary, one tree level at a time, with the target's sampling noise",
         make="rlhfspec.engine.drafting.model:ModelDrafter",
         needs=(_DRAFT_MODEL,),
         shapes=(DraftShape(24, 1, 2), DraftShape(8, 4, 3)),  # a chain, and a bush for drafts that are often wrong

@@ -43,7 +43,7 @@ ENGINES = Registry(
     "generation.engine.name",
     EngineEntry(
         name="own",
-        about="this project's engine: lossless tree speculation by the law, on Hugging Face models",
+        about="this project's engine: lossless tree speculation on Hugging Face models",
         make="rlhfspec.engine.from_job:make",
         is_movable=True,
         takes_a_group=True,
@@ -51,7 +51,7 @@ ENGINES = Registry(
     ),
     EngineEntry(
         name="vllm",
-        about="vLLM under the law, in a process of its own: for devices, quantisation and parallelism that it has",
+        about="vLLM with this project's sampling, in its own process: for its devices, quantisation and parallelism",
         make="rlhfspec.engine.vllm.from_job:make",
         is_movable=True,
         divides_models=True,

@@ -36,7 +36,7 @@ class Registry(Mapping[str, E], Generic[E]):
         self.field = field
         self._beside = beside
         self._entries = {entry.name: entry for entry in entries}
-        assert len(self._entries) == len(entries), f"two entries of {field} have one name"
+        assert len(self._entries) == len(entries), f"two entries of {field} have the same name"
 
     def __getitem__(self, name: str) -> E:
         return self._entries[name]
@@ -57,4 +57,4 @@ class Registry(Mapping[str, E], Generic[E]):
     def missing(self, need: str) -> str:
         """Return the message for a choice whose needed field `need` is not set."""
         others = (*self.where(lambda entry: not entry.needs), *self._beside)
-        return f"needs {need}; without one take {' or '.join(others)}"
+        return f"needs {need}; without one use {' or '.join(others)}"

@@ -28,20 +28,20 @@ _BREAKS = {
     **dict.fromkeys(
         ("logits_processors", "logprobs_mode", "generation_config", "override_generation_config", "watermark_config",
          "enable_batch_sharded_sampling", "diffusion_config", "max_logprobs", "structured_outputs_config"),
-        "it samples, and tokens are the law's",
+        "it would change how tokens are sampled",
     ),
     **dict.fromkeys(
         ("async_scheduling", "stream_interval", "scheduler_cls", "pipeline_parallel_size", "data_parallel_size"),
-        "tokens would come later than the step whose weights chose them",
+        "tokens would be returned later, when the weights may have changed",
     ),
     **dict.fromkeys(
         ("kv_transfer_config", "kv_offloading_size", "prefix_cache_retention_interval", "kv_sharing_fast_prefill"),
-        "its KV would outlive the weights that computed it",
+        "it would keep KV that older weights computed",
     ),
     **dict.fromkeys(
-        ("enable_lora", "weight_transfer_config", "enable_sleep_mode"), "weights come from the trainer, whole"
+        ("enable_lora", "weight_transfer_config", "enable_sleep_mode"), "the trainer sends full weights"
     ),
-    **dict.fromkeys(("worker_cls", "worker_extension_cls", "additional_config"), "the law's worker is in its place"),
+    **dict.fromkeys(("worker_cls", "worker_extension_cls", "additional_config"), "this project sets its own"),
 }  # fmt: skip
 
 
@@ -53,10 +53,10 @@ def problem_of(name: str, arguments: Mapping[str, Any]) -> str | None:
     if name in _TAKEN:
         return None
     if name in _FIELDS:
-        return f"is {_FIELDS[name]}: remove it"
+        return f"is set by {_FIELDS[name]}: remove it"
     if name in _BREAKS:
-        return f"would break the law: {_BREAKS[name]}; remove it"
-    return f"no argument that this engine takes{did_you_mean(name, {*_OURS, *_TAKEN, *_FIELDS})}"
+        return f"is not supported: {_BREAKS[name]}; remove it"
+    return f"is not an argument of this engine{did_you_mean(name, {*_OURS, *_TAKEN, *_FIELDS})}"
 
 
-_MUST_BE = {str: "must be a text", int: "must be a whole number >= 1", bool: "must be true or false"}
+_MUST_BE = {str: "must be text", int: "must be a whole number >= 1", bool: "must be true or false"}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rlhfspec.job.choices.registry import Entry, Registry
 
-_WEIGHTS = "rlhfspec.training.weights"
+_WEIGHTS_PACKAGE = "rlhfspec.training.weights"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,21 +24,21 @@ WEIGHT_STORES = Registry(
         name="memory",
         about="one copy",
         between="all stages in one process",
-        make=f"{_WEIGHTS}.memory:make_store",
+        make=f"{_WEIGHTS_PACKAGE}.memory:make_store",
         is_between_processes=False,
     ),
     WeightStoreEntry(
         name="file",
         about="one file, renamed into place, mapped by readers",
         between="processes of one machine, in `/dev/shm`; any shared folder",
-        make=f"{_WEIGHTS}.file:make_store",
+        make=f"{_WEIGHTS_PACKAGE}.file:make_store",
         needs=("weights_folder",),
     ),
     WeightStoreEntry(
         name="grpc",
         about="a stream from the trainer to each process",
         between="processes of several machines",
-        make=f"{_WEIGHTS}.grpc:make_store",
+        make=f"{_WEIGHTS_PACKAGE}.grpc:make_store",
         is_served=True,
     ),
 )

@@ -36,7 +36,7 @@ def check(job: RLHFJob) -> Iterator[Finding]:
 def _check_dataset(job: RLHFJob) -> Iterator[Finding]:
     data = job.spec.dataset
     if data.prompt_column is None and data.messages_column is None:
-        yield Finding(field="spec.dataset.promptColumn", problem="name the prompts' column, or messagesColumn")
+        yield Finding(field="spec.dataset.promptColumn", problem="set the column of the prompts, or messagesColumn")
 
 
 def _check_critic(job: RLHFJob) -> Iterator[Finding]:
@@ -82,9 +82,9 @@ def _check_pod_template(template: PodTemplate, path: str) -> Iterator[Finding]:
     for kind in ("labels", "annotations"):
         texts = metadata.get(kind, {})
         if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
-            yield Finding(field=f"{path}.metadata.{kind}", problem="must be a block of names and texts")
+            yield Finding(field=f"{path}.metadata.{kind}", problem="must be a block of names and text values")
         elif any(name.startswith(OWN_LABELS) for name in texts):
-            problem = f"{OWN_LABELS}... are the operator's own; take another name"
+            problem = f"{OWN_LABELS}... is reserved for the operator; use another name"
             yield Finding(field=f"{path}.metadata.{kind}", problem=problem)
     if pod.get("restartPolicy", "Never") != "Never":
         problem = "failurePolicy decides on restarts; remove it"
@@ -92,7 +92,7 @@ def _check_pod_template(template: PodTemplate, path: str) -> Iterator[Finding]:
     for kind in ("containers", "initContainers", "volumes"):
         items = pod.get(kind, [])
         if not isinstance(items, list) or not all(isinstance(item, dict) and item.get("name") for item in items):
-            problem = "must be a list of blocks with a name each: they are merged by it"
+            problem = "must be a list of blocks with a name each, by which they are merged"
             yield Finding(field=f"{path}.spec.{kind}", problem=problem)
 
 
@@ -102,7 +102,7 @@ def _check_failure_rules(job: RLHFJob) -> Iterator[Finding]:
         pairs = [(role, code) for role in rule.roles or ("",) for code in rule.exit_codes]
         first = [decided.get(pair, decided.get(("", pair[1]), index)) for pair in pairs]
         if all(earlier < index for earlier in first):
-            field, problem = f"spec.failurePolicy.rules[{index}]", f"never applies: rules[{first[0]}] decides before it"
+            field, problem = f"spec.failurePolicy.rules[{index}]", f"never applies: rules[{first[0]}] matches first"
             yield Finding(field=field, problem=problem)
         for pair in pairs:
             decided.setdefault(pair, index)

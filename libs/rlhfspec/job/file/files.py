@@ -57,10 +57,10 @@ def _check_model(path: str, field: str, base: Path) -> Iterator[Finding]:
     if not folder.exists():
         yield Finding(field=field, value=path, problem=_missing(folder, path))
     elif not folder.is_dir():
-        yield Finding(field=field, value=path, problem="must be a folder in Hugging Face form; this is a file")
+        yield Finding(field=field, value=path, problem="must be a folder in Hugging Face format; this is a file")
     elif not (folder / "config.json").exists() and not (folder / "tokenizer_config.json").exists():
         yield Finding(
-            field=field, value=path, problem="this folder holds no config.json: not a model in Hugging Face form"
+            field=field, value=path, problem="this folder has no config.json, so it is not a Hugging Face model"
         )
     else:
         yield from _check_readable(folder, path, field)
@@ -79,14 +79,15 @@ def _check_reward_model(source: ModelSource, field: str, base: Path) -> Iterator
     config = _config(source.path, base)
     name = str(next(iter(config.get("architectures") or ()), ""))
     if name and not name.endswith("ForSequenceClassification"):
-        problem = f"{name} is no sequence-classification model: it has no trained head"
+        problem = f"{name} is not a sequence-classification model: it has no trained head"
         yield Finding(field=f"{field}.path", value=source.path, problem=problem)
         return
     num_labels = config.get("num_labels") or len(config.get("id2label", ()))
     if num_labels > 1 and source.label is None:
-        yield Finding(field=f"{field}.label", problem=f"the model has {num_labels} outputs: say which counts")
+        problem = f"the model has {num_labels} outputs: set the index of the reward"
+        yield Finding(field=f"{field}.label", problem=problem)
     if num_labels and source.label is not None and source.label >= num_labels:
-        problem = f"the model has {num_labels} outputs, from 0"
+        problem = f"must be < {num_labels}: the model has {num_labels} outputs, counted from 0"
         yield Finding(field=f"{field}.label", value=source.label, problem=problem)
 
 
@@ -96,11 +97,11 @@ def _check_sizes(job: RLHFJob, base: Path) -> Iterator[Finding]:
     if drafter is not None and job.spec.generation.speculation.mode in ("model", "adaptive"):
         theirs, ours = _text_config(drafter, base).get("vocab_size"), config.get("vocab_size")
         if theirs is not None and ours is not None and theirs != ours:
-            problem = f"its vocabulary has {theirs} entries and the model's {ours}: must be the same"
+            problem = f"its vocabulary has {theirs} entries, the model's has {ours}: they must be the same"
             yield Finding(field="spec.model.drafter", value=drafter, problem=problem, depends_on=("spec.model.path",))
     limit = config.get("max_position_embeddings") or config.get("n_positions")
     if isinstance(limit, int) and 0 < limit <= job.spec.generation.max_tokens:
-        problem = f"the model has {limit} positions, and a prompt has one at least: must be < {limit}"
+        problem = f"the model has {limit} positions, and a prompt needs at least one: must be < {limit}"
         yield Finding(
             field="spec.generation.maxTokens", value=job.spec.generation.max_tokens, problem=problem,
             depends_on=("spec.model.path",),
@@ -168,7 +169,7 @@ def _check_hub_id(path: str, field: str, base: Path) -> Iterator[Finding]:
     near = nearest(first, there, cutoff=0.8)
     if near:
         meant = "/".join([near, *rest])
-        problem = f"no such folder; did you mean {meant}? (a model of a hub is written owner/name)"
+        problem = f"no such folder; did you mean {meant}? (a hub id has the form owner/name)"
         yield Finding(field=field, value=path, problem=problem)
 
 
@@ -227,4 +228,4 @@ def _missing(path: Path, written: str) -> str:
     near = nearest(path.name, siblings)
     if near:
         return f"no such file or folder; did you mean {written[: len(written.rstrip('/')) - len(path.name)]}{near}?"
-    return f"no such file or folder: {path}" + ("" if siblings else " (nor the folder it would be in)")
+    return f"no such file or folder: {path}" + ("" if siblings else " (its folder is missing or empty)")

@@ -21,10 +21,10 @@ def check_memory(job: RLHFJob, base: Path, *, available_bytes: int | None = None
     training = job.spec.training
     num_samples = training.prompts_per_step * job.spec.algorithm.samples_per_prompt * (1 + training.max_staleness)
     if num_samples * SAMPLE_BYTES > free:
-        needs = f"{num_samples:,} samples are in flight at once, {_gib(num_samples * SAMPLE_BYTES)} at least"
+        needs = f"{num_samples:,} samples are in flight at once and need at least {_gib(num_samples * SAMPLE_BYTES)}"
         yield Finding(
             field="spec.training.promptsPerStep", value=training.prompts_per_step,
-            problem=f"{needs}, and {_gib(free)} are free",
+            problem=f"{needs}; {_gib(free)} are free",
             depends_on=("spec.algorithm.samplesPerPrompt", "spec.training.maxStaleness"),
         )  # fmt: skip
     workers = job.spec.roles.generator.workers
@@ -32,7 +32,7 @@ def check_memory(job: RLHFJob, base: Path, *, available_bytes: int | None = None
     if workers > 1 and needed > free and not Path("/dev/nvidiactl").exists():
         yield Finding(
             field="spec.roles.generator.workers", value=workers,
-            problem=f"each has a model of its own, {_gib(needed)} at least together, and {_gib(free)} are free",
+            problem=f"each holds its own model; together they need at least {_gib(needed)}, and {_gib(free)} are free",
             depends_on=("spec.model.path",),
         )  # fmt: skip
 

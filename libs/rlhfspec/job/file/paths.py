@@ -19,7 +19,7 @@ from rlhfspec.job.rewards import ModelSource
 
 MADE_HERE = re.compile(r"tiny:|reasoning-gym:|smollm2$")  # models and data made on this machine (`rlhfspec.tiny`)
 ROW_SUFFIXES = (".jsonl", ".json", ".csv", ".jsonl.gz", ".json.gz", ".csv.gz", ".parquet")
-NOT_ROWS = "must be a .jsonl, .json or .csv file (or one of them .gz), .parquet, or a folder from save_to_disk"
+NOT_ROWS = "must be a .jsonl, .json or .csv file (also .gz), a .parquet file, or a folder from save_to_disk"
 DATA_SUFFIXES = (*ROW_SUFFIXES, ".tsv", ".txt", ".gz")
 _MODEL_FIELDS = ("path", "tokenizer", "drafter", "reference", "critic")
 

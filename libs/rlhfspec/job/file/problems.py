@@ -17,20 +17,20 @@ from rlhfspec.job.block import Block, blocks_of
 from rlhfspec.job.file.secrets import shown_value
 from rlhfspec.job.file.yaml_text import Path_, child_of, dotted, parts_of
 
-_KINDS = {
+_TYPE_WORDS = {
     "int": "a whole number", "float": "a number", "bool": "true or false", "string": "text (in quotes when it looks "
     "like something else)", "list": "a list", "dict": "a block of names and values", "model": "a block of fields",
 }  # fmt: skip
 _BOUNDS = {"greater_than_equal": ">=", "greater_than": ">", "less_than_equal": "<=", "less_than": "<"}
 _PATTERNS: dict[Path_, str] = {
-    ("metadata", "name"): "must be at most 52 small letters, digits and dashes, not at the ends, such as my-run-1"
+    ("metadata", "name"): "must be at most 52 lower case letters, digits and inner dashes, such as my-run-1"
 }
 _TOLD: dict[Path_, str] = {
-    ("spec", "roles", "trainer", "ranks"): "it is called ranksPerNode, and there are nodes beside it",
-    ("spec", "roles", "trainer", "contextParallel"): "does not exist yet: a sequence is one rank's, or those of one "
-    "layer's (tensorParallel); remove it",
+    ("spec", "roles", "trainer", "ranks"): "set ranksPerNode, and nodes for more than one node",
+    ("spec", "roles", "trainer", "contextParallel"): "is not supported: a whole sequence is on one rank, "
+    "or on one tensor-parallel group; remove it",
 }
-_SOURCES: Path_ = ("spec", "rewards", "sources")
+_SOURCES_PATH: Path_ = ("spec", "rewards", "sources")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ def _text(details: ErrorDetails, path: Path_, value: Any) -> str:
         return _PATTERNS.get(path, "must start with http:// or https://")
     if kind in ("string_too_short", "too_short"):
         return "must not be empty"
-    for name, words in _KINDS.items():
+    for name, words in _TYPE_WORDS.items():
         if kind in (f"{name}_type", f"{name}_from_float"):
             return f"must be {words}{_bounds(field)}"
     return details["msg"][:1].lower() + details["msg"][1:]
@@ -147,7 +147,7 @@ def _literals(field: FieldInfo | None) -> list[Any]:
 def _path_in_file(details: ErrorDetails, value: Any) -> Path_:
     """Return the error's path in the file, without pydantic's names of union branches."""
     location: Path_ = details["loc"]
-    if location[:3] == _SOURCES and len(location) > 4:
+    if location[:3] == _SOURCES_PATH and len(location) > 4:
         location = (*location[:4], *location[5:])
     path: Path_ = ()
     for index, part in enumerate(location):

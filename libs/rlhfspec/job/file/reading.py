@@ -96,7 +96,7 @@ def _override(job: dict[str, Any], places: dict[Path_, str], override: str) -> l
         holder, path = _step_into(holder, key), (*path, _key(holder, key))
         places.setdefault(path, where)
     if not _put(holder, keys[-1], value):
-        at = f"is a list of {len(holder)}" if isinstance(holder, list) else "is no block that has fields"
+        at = f"is a list of {len(holder)}" if isinstance(holder, list) else "is not a block with fields"
         return [Problem(field=field, problem=f"{dotted(path)} {at}", where=where)]
     full = (*path, _key(holder, keys[-1]))
     for old in [place for place in places if place[: len(full)] == full]:

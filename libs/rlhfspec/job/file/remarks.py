@@ -19,21 +19,21 @@ def remarks(job: RLHFJob) -> Iterator[str]:
     masked = generation.top_k > 0 or generation.top_p < 1
     num_updates = training.steps * training.epochs * training.mini_batches
     said = {
-        f"generation.{'topK' if generation.top_k else 'topP'}: a mask is part of sampling and not of the trained "
-        "log-probs; importanceCap corrects for it": masked and no_correction,
+        f"generation.{'topK' if generation.top_k else 'topP'}: the trained log-probs ignore this mask; set "
+        "algorithm.importanceCap to correct for it": masked and no_correction,
         "training.maxStaleness: nothing corrects for stale samples; set algorithm.importanceCap, such as 2": (
             training.max_staleness > 0 and no_correction
         ),
-        "algorithm.klEstimator: k1 in the loss has a gradient of mean 0; take k2 or k3, or klPlacement: reward": (
+        "algorithm.klEstimator: k1 in the loss has a gradient of mean 0; use k2 or k3, or klPlacement: reward": (
             algorithm.kl_coefficient > 0 and algorithm.kl_placement == "loss" and algorithm.kl_estimator == "k1"
         ),
         "model.reference: not used while algorithm.klCoefficient is 0": (
             job.spec.model.reference is not None and algorithm.kl_coefficient == 0
         ),
-        f"training.schedule.warmupSteps: the rate is never reached in {num_updates} optimizer steps": (
+        f"training.schedule.warmupSteps: the peak learning rate is never reached in {num_updates} optimizer steps": (
             training.schedule.warmup_steps >= num_updates
         ),
-        f"roles.generator.workers: more than the {os.cpu_count()} cores here; they cost memory and share the cores": (
+        f"roles.generator.workers: more than the {os.cpu_count()} cores here; they need memory and share the cores": (
             job.spec.roles.generator.workers > (os.cpu_count() or 1)
         ),
     }
@@ -47,7 +47,7 @@ def left_aside(job: RLHFJob) -> str | None:
     """Return a line that names the job's cluster-only fields, or None without any."""
     written = job.model_dump(by_alias=True, exclude_defaults=True)["spec"]
     named = [path for path in CLUSTER_ONLY if _is_in(written, path)]
-    return f"left aside outside a cluster: {', '.join(named)}" if named else None
+    return f"ignored outside a cluster: {', '.join(named)}" if named else None
 
 
 def _is_in(block: dict[str, Any], path: str) -> bool:

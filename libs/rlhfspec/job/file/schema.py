@@ -15,7 +15,7 @@ from pydantic.alias_generators import to_camel
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.choices.algorithms import ALGORITHMS
 
-_KEPT = (
+_KEYS = (
     "type", "description", "default", "enum", "minimum", "maximum", "minLength", "maxLength", "pattern", "minItems",
     "maxItems", "required",
 )  # fmt: skip
@@ -118,7 +118,7 @@ def _structural(node: dict[str, Any]) -> dict[str, Any]:
         described = {key: node[key] for key in ("description", "default") if node.get(key) is not None}
         return _union([branch for branch in branches if branch.get("type") != "null"], branches) | described
     plain = {
-        key: node[key] for key in _KEPT if node.get(key) is not None and not (key == "default" and "properties" in node)
+        key: node[key] for key in _KEYS if node.get(key) is not None and not (key == "default" and "properties" in node)
     }
     if "const" in node:
         plain |= {"type": "string", "enum": [node["const"]]}

@@ -81,7 +81,7 @@ def request_of(source: HttpSource, field: str) -> tuple[str, dict[str, str]]:
     for name, text in source.headers.items():
         value = filled_in(text, f"{field}.headers.{name}")
         if not _HEADER_NAME.fullmatch(name):
-            raise InvalidRequest(f"{field}.headers", name, "is no header name")
+            raise InvalidRequest(f"{field}.headers", name, "is not a valid header name")
         if not (value.isascii() and value.isprintable() and value == value.strip()):
             raise InvalidRequest(f"{field}.headers.{name}", HIDDEN, "must be printable ASCII, without blanks around it")
         headers[name.lower()] = value

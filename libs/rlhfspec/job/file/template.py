@@ -18,20 +18,20 @@ from rlhfspec.job.choices.algorithms import ALGORITHMS
 
 DEFAULT_MODEL, DEFAULT_DATA = "tiny:sums", "tiny:sums.jsonl"  # made on this machine, so that the job runs unchanged
 REWARD_MODULE = '''\
-"""Rewards of the job beside this file. A function gets what it names: prompt, completion, columns of the data."""
+"""Rewards of the job beside this file. A function gets the arguments it names: prompt, completion, data columns."""
 
 
 def exact(completion: str, answer: str) -> float:
     """1 for a completion that ends with the row's answer, else 0."""
     return float(completion.strip().endswith(str(answer)))
 '''
-_SOURCES = """    # Sources of rewards: function (module:function, also beside this file), model (path) or http.
+_SOURCES_EXAMPLE = """    # Sources of rewards: function (module:function, also beside this file), model (path) or http.
     sources:
       - type: function
         function: rewards:exact
         # Weight of this reward in the combination.
         weight: 1.0"""
-_PLAIN = re.compile(r"^[A-Za-z./~][\w./~+-]*(:[\w./+-]+)?$")
+_UNQUOTED = re.compile(r"^[A-Za-z./~][\w./~+-]*(:[\w./+-]+)?$")
 _ACTIVE = {
     "model.path", "dataset.path", "dataset.promptColumn", "algorithm.name", "algorithm.samplesPerPrompt",
     "generation.maxTokens", "generation.temperature", "generation.speculation.mode", "training.steps",
@@ -41,7 +41,7 @@ _ACTIVE = {
 _WHEN_SET: dict[str, type[Block]] = {"evaluation": HeldOut, "model.lora": Lora, "observability.wandb": Wandb}
 _EXAMPLES = {"observability.wandb.project": "my-project"}  # required fields in optional blocks
 _HEAD = f"""# A job for rlhfspec. Check it with `rlhfspec validate`, start it with `rlhfspec run`.
-# `#field: value` stands at its default; remove the # to change it. Relative paths start at this file's folder.
+# `#field: value` shows the default; remove the # to change it. Relative paths start at this file's folder.
 apiVersion: {API_VERSION}
 kind: RLHFJob
 metadata:
@@ -79,7 +79,7 @@ class _Writer:
         """Yield the lines of a field or its block. `default`: the enclosing block's default, which takes precedence."""
         path = f"{prefix}{to_camel(name)}"
         if path == "rewards.sources":
-            yield _SOURCES
+            yield _SOURCES_EXAMPLE
             return
         block = _WHEN_SET.get(path) or field.annotation
         if isinstance(block, type) and issubclass(block, Block):
@@ -102,7 +102,7 @@ def _yaml(value: Any) -> str:
     >>> _yaml("./model"), _yaml("off"), _yaml(1e-6), _yaml("a: b")
     ('./model', '"off"', '1.0e-06', '"a: b"')
     """
-    if isinstance(value, str) and _PLAIN.match(value) and value not in ("off", "on", "yes", "no", "true", "false"):
+    if isinstance(value, str) and _UNQUOTED.match(value) and value not in ("off", "on", "yes", "no", "true", "false"):
         return value
     text = json.dumps(value)
     return text.replace("e-", ".0e-") if isinstance(value, float) and "." not in text else text

@@ -15,7 +15,7 @@ from yaml.composer import ComposerError
 
 from rlhfspec.errors import JobError, Problem
 
-_MOST_BYTES = 256 * 1024  # 256 KiB; a job is a page of text, so larger files are something else
+_MAX_JOB_FILE_BYTES = 256 * 1024  # 256 KiB; a job is a page of text, so larger files are something else
 MOST_VALUES = 20_000  # after aliases are expanded
 MOST_DEPTH = 30
 
@@ -61,8 +61,8 @@ def read_text(path: Path) -> str:
         data = path.read_bytes()
     except OSError as error:
         raise _unreadable(path, f"cannot be read: {error.strerror}") from error
-    if len(data) > _MOST_BYTES:
-        raise _unreadable(path, f"is {len(data)} bytes; a job file has at most {_MOST_BYTES}")
+    if len(data) > _MAX_JOB_FILE_BYTES:
+        raise _unreadable(path, f"is {len(data)} bytes; a job file has at most {_MAX_JOB_FILE_BYTES}")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -121,9 +121,9 @@ class _Reader:
         if len(path) > MOST_DEPTH:
             raise RecursionError
         if node.tag not in _TAGS:
-            self._problem(path, node, f"the tag {node.tag} is not read; remove it")
+            self._problem(path, node, f"the tag {node.tag} is not supported; remove it")
         if id(node) in self._open:
-            self._problem(path, node, "an alias that contains itself; write the value out")
+            self._problem(path, node, "is an alias that contains itself; write the value out")
             return None
         self._open.add(id(node))
         value = self._mapping(node, path) if isinstance(node, yaml.MappingNode) else self._list(node, path)
@@ -141,9 +141,9 @@ class _Reader:
                 self._problem(path, key_node, "a key must be a name")
             elif key in value:
                 first = self.lines[(*path, key)]
-                self._problem((*path, key), key_node, f"written twice, first in line {first}; keep one")
+                self._problem((*path, key), key_node, f"is written twice, first in line {first}; keep one")
             elif key == "<<":
-                self._problem((*path, key), key_node, "merge keys are not read; write the fields out")
+                self._problem((*path, key), key_node, "merge keys are not supported; write the fields out")
             else:
                 value[key] = self.plain(child, (*path, key))
                 self.lines[(*path, key)] = key_node.start_mark.line + 1
@@ -151,7 +151,7 @@ class _Reader:
 
     def _scalar(self, node: yaml.ScalarNode, path: Path_) -> Any:
         if node.tag not in _TAGS:
-            self._problem(path, node, f"the tag {node.tag} is not read; remove it")
+            self._problem(path, node, f"the tag {node.tag} is not supported; remove it")
             return str(node.value)
         try:
             value = self._scalars.construct_object(node)

@@ -18,7 +18,7 @@ from rlhfspec.messages.transport.nats import NatsTransport
 
 MAX_PENDING = 8192  # messages; equals the default of NatsTransport
 KEEP_SECONDS = LIFETIME.total_seconds()  # longer than any message waits while a run continues
-_ANSWER_SECONDS = 5.0
+_MIN_CONNECT_SECONDS = 5.0
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.25, 30.0
 log = logging.getLogger("rlhfspec.stage")
 
@@ -67,11 +67,11 @@ async def connect(
                 clock=clock,
                 max_pending=max_pending,
                 publish_timeout_seconds=publish_timeout_seconds,
-                connect_timeout_seconds=max(wait, _ANSWER_SECONDS),
+                connect_timeout_seconds=max(wait, _MIN_CONNECT_SECONDS),
             )
         except TransportUnavailable as error:
             if clock.now() + wait > end:
                 raise
-            log.log(log_level, "%s; it is tried until it is there", error)
+            log.log(log_level, "%s; retrying until it is reachable", error)
         await clock.sleep(wait * random.uniform(0.5, 1.0))
         wait, log_level = min(2 * wait, _LONGEST_WAIT_SECONDS), logging.DEBUG

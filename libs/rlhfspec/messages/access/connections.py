@@ -61,10 +61,10 @@ class Connections(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        return _parsed(cls, path, "--connections", "is no connections file")
+        return _parsed(cls, path, "--connections", "is not a connections file")
 
     def job(self) -> RLHFJob:
-        return _parsed(RLHFJob, self.job_file, "job_file", "is no resolved job")
+        return _parsed(RLHFJob, self.job_file, "job_file", "is not a resolved job")
 
 
 _M = TypeVar("_M", bound=BaseModel)

@@ -169,7 +169,7 @@ MEASUREMENTS = frozenset(
 CURVE = tuple(field.name for field in fields(StepMetrics) if field.name not in MEASUREMENTS)
 _ALWAYS_SAID = ("policy_loss", "entropy", "clip_fraction", "grad_norm", "learning_rate", "truncated_fraction")
 _SAID_WHERE_IT_APPLIES = ("value_loss", "kl_loss", "explained_variance")
-_ESTIMATORS = ("k1", "k2", "k3")
+_KL_ESTIMATORS = ("k1", "k2", "k3")
 
 
 def curve(line: str) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def learner_fields(said: Mapping[str, float]) -> dict[str, Any]:
     rest = {name: value for name, value in said.items() if not name.startswith(("reward_", "response_"))}
     found: dict[str, Any] = {name: rest.pop(name) for name in _ALWAYS_SAID}
     found |= {name: rest.pop(name, None) for name in _SAID_WHERE_IT_APPLIES}
-    found["kl"] = {name: rest.pop(f"kl_{name}") for name in _ESTIMATORS if f"kl_{name}" in rest} or None
+    found["kl"] = {name: rest.pop(f"kl_{name}") for name in _KL_ESTIMATORS if f"kl_{name}" in rest} or None
     found["staleness_max"] = int(rest.pop("staleness_max"))
     found["log_prob_difference"] = LogProbDifference(
         max=rest.pop("log_prob_difference_max"), mean=rest.pop("log_prob_difference_mean")
@@ -222,7 +222,7 @@ def parse_line(kind: type[T], line: str, file: str) -> T:
     try:
         return _adapter(kind).validate_python(json.loads(line))  # type: ignore[arg-type, no-any-return]
     except json.JSONDecodeError as error:
-        raise InvalidRequest(file, line[:40], f"is no JSON: {error.msg}") from None
+        raise InvalidRequest(file, line[:40], f"is not JSON: {error.msg}") from None
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])

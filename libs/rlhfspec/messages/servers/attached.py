@@ -25,7 +25,7 @@ def main() -> None:
     parent, program, *arguments = sys.argv[1:]
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):
-        sys.exit("the process that started it is dead already")
+        sys.exit("the process that started it has already ended")
     try:
         os.execv(program, [program, *arguments])
     except OSError as error:

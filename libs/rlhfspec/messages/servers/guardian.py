@@ -27,11 +27,11 @@ _QUIET_SECONDS = 1.0
 NOTHING_STARTS = 0.1  # replaces _QUIET_SECONDS if no process is left that could start others
 NUM_GUARDIANS = 2
 GIVE_UP_SECONDS = 30.0  # a process that survives SIGKILL hangs in the kernel
-_LOOK_SECONDS = 0.02
+_POLL_PROCESSES_SECONDS = 0.02
 
 
 def main() -> None:
-    parser = ArgumentParser(description="Waits for the end of stdin, then ends what is left of a run.")
+    parser = ArgumentParser(description="Wait for the end of stdin, then kill a run's processes and remove its files.")
     parser.add_argument("--run", required=True, help="its uid")
     parser.add_argument("--remove", nargs="*", default=[], type=Path, help="files and folders")
     arguments = parser.parse_args()
@@ -50,7 +50,7 @@ def end_run(uid: str, remove: Iterable[Path], quiet_seconds: float = _QUIET_SECO
     while now - quiet_since < quiet_seconds and now - begin < GIVE_UP_SECONDS:
         if kill(processes_of(uid)):
             quiet_since = time.monotonic()
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_PROCESSES_SECONDS)
         now = time.monotonic()
     for path in remove:
         if _is_anothers(path, uid):

@@ -13,9 +13,9 @@ from rlhfspec.errors import ServerFailed
 from rlhfspec.messages.servers.attached import attached
 from rlhfspec.messages.servers.guardian import MARK
 
-_START_SECONDS = 20.0
+_SERVER_START_SECONDS = 20.0
 _STOP_SECONDS = 5.0
-_LOOK_SECONDS = 0.01
+_POLL_SERVER_SECONDS = 0.01
 
 
 class ServerProgram(ABC):
@@ -34,7 +34,7 @@ class ServerProgram(ABC):
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
-    async def start(self, deadline_seconds: float = _START_SECONDS) -> str:
+    async def start(self, deadline_seconds: float = _SERVER_START_SECONDS) -> str:
         """Start the server and return its URL once it answers; a restart keeps URL and data."""
         assert self.pid is None, f"{self.name} runs already"
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -43,7 +43,7 @@ class ServerProgram(ABC):
             async with asyncio.timeout(deadline_seconds):
                 # The last server's port may still be held for a moment, so retry.
                 while not (ready := await self._started()):
-                    await asyncio.sleep(10 * _LOOK_SECONDS)
+                    await asyncio.sleep(10 * _POLL_SERVER_SECONDS)
         except TimeoutError:
             raise ServerFailed(self.name, f"not ready within {deadline_seconds:g} s: {self._last_words()}") from None
         finally:
@@ -63,7 +63,7 @@ class ServerProgram(ABC):
         while self._process.returncode is None:
             if await self._ready():
                 return True
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SERVER_SECONDS)
         with self.log.open("rb") as log:
             log.seek(log_size)
             if b"address already in use" in log.read().lower():
@@ -96,7 +96,7 @@ class ServerProgram(ABC):
 
     def _last_words(self) -> str:
         lines = self.log.read_text(errors="replace").strip().splitlines() if self.log.exists() else []
-        return lines[-1].strip() if lines else f"it said nothing in {self.log}"
+        return lines[-1].strip() if lines else f"no output in {self.log}"
 
     @abstractmethod
     def _command(self) -> list[str]:

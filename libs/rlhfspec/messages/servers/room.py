@@ -36,8 +36,8 @@ def place_of_weights(memory: Path, disk: Path, num_bytes: int) -> tuple[Path, st
         return memory, ""
     refuse_full_disk(disk, num_bytes, "the job's weights")
     return disk / "weights", (
-        f"{memory.parent} has {_megabytes(free)} free, and the job's weights need {_megabytes(num_bytes)}: "
-        f"they go through {disk}"
+        f"{memory.parent} has {_megabytes(free)} free, but the job's weights need {_megabytes(num_bytes)}: "
+        f"using {disk} instead"
     )
 
 

@@ -21,11 +21,11 @@ from rlhfspec.errors import StorageError
 from rlhfspec.messages.servers.guardian import UID, end_run, guardians_of
 
 SHARED_MEMORY = Path("/dev/shm")
-_PREFIX = "rlhfspec-"
+_SCRATCH_PREFIX = "rlhfspec-"
 PROCESSES = "processes"  # in a run's folder
 GUARDIANS_SECONDS = 90.0  # deadline for the guardians of a dead run to finish
 _PLACE, _LOCK = "place", ".lock"
-_LOOK_SECONDS = 0.02
+_POLL_GUARDIANS_SECONDS = 0.02
 
 
 class Scratch:
@@ -34,7 +34,7 @@ class Scratch:
     def __init__(self, uid: str, place: Path) -> None:
         self._uid = uid
         self._path: Path | None = None  # None until it is made, so that nothing else is removed
-        self.paths = [parent / f"{_PREFIX}{uid}" for parent in _parents()]
+        self.paths = [parent / f"{_SCRATCH_PREFIX}{uid}" for parent in _parents()]
         self._place = place.absolute()
         self.beginning = self._place.with_name(f".{PROCESSES}-{uid}")
         self._lock: int | None = None
@@ -74,7 +74,7 @@ class Scratch:
 
 def end_dead_runs() -> list[str]:
     """Clean up runs whose supervisor and guardians died together, and return their uids."""
-    return [path.name.removeprefix(_PREFIX) for path in _scratch_folders() if _end_if_dead(path)]
+    return [path.name.removeprefix(_SCRATCH_PREFIX) for path in _scratch_folders() if _end_if_dead(path)]
 
 
 def end_run_in(place: Path) -> None:
@@ -89,7 +89,7 @@ def end_run_in(place: Path) -> None:
 def _wait_for_guardians(uid: str) -> None:
     end = time.monotonic() + GUARDIANS_SECONDS
     while guardians_of(uid) and time.monotonic() < end:
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_GUARDIANS_SECONDS)
 
 
 def _parents() -> list[Path]:
@@ -101,7 +101,7 @@ def _parents() -> list[Path]:
 
 def _scratch_folders() -> Iterator[Path]:
     """Yield scratch folders that only this user can write; others are not trusted."""
-    for path in [path for parent in _parents() for path in parent.glob(f"{_PREFIX}*")]:
+    for path in [path for parent in _parents() for path in parent.glob(f"{_SCRATCH_PREFIX}*")]:
         with suppress(OSError):
             found = path.lstat()
             is_mine = found.st_uid == os.getuid() and stat.S_IMODE(found.st_mode) == 0o700
@@ -115,7 +115,7 @@ def _end_if_dead(path: Path) -> bool:
     except OSError:  # it lives
         return False
     try:
-        uid = path.name.removeprefix(_PREFIX)
+        uid = path.name.removeprefix(_SCRATCH_PREFIX)
         _wait_for_guardians(uid)
         place = Path((path / _PLACE).read_text())
         end_run(uid, [path])

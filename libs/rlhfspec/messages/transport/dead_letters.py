@@ -41,9 +41,9 @@ def decode(data: bytes) -> DeadLetter:
     try:
         message = letters.DeadLetter.FromString(data)
     except DecodeError as error:
-        raise MalformedRecord(f"no dead letter: {error}") from error
+        raise MalformedRecord(f"not a dead letter: {error}") from error
     if not (message.subject and message.consumer):
-        raise MalformedRecord("no dead letter: must say where it travelled, and whose it was")
+        raise MalformedRecord("not a dead letter: subject and consumer must be set")
     return DeadLetter(**{field.name: getattr(message, field.name) for field in fields(DeadLetter)})
 
 

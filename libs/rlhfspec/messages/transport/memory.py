@@ -49,7 +49,7 @@ class MemoryTransport:
     async def declare(self, subject: str, kind: Kind, consumers: Iterable[Consumer] = ()) -> None:
         wanted = {consumer.name: consumer for consumer in consumers}
         if kind != "work" and wanted:
-            raise InvalidRequest("consumers", list(wanted), f"{subject} is {kind}: a reader watches it")
+            raise InvalidRequest("consumers", list(wanted), f"must be empty: {subject} is {kind}, not work")
         there = self._subjects.get(subject)
         if there is None:
             self._subjects[subject] = (
@@ -86,7 +86,7 @@ class MemoryTransport:
     async def adopt(self, token: str, subject: str, name: str) -> Receipt:
         *whose, number, delivery = token.rsplit(" ", 3)
         if whose != [subject, name] or not (number.isdecimal() and delivery.isdecimal()):
-            raise InvalidRequest("token", token, f"is none of a delivery of {subject} to {name}")
+            raise InvalidRequest("token", token, f"is not a delivery token of {subject} for {name}")
         return _MemoryReceipt(self, self._queue(subject, name), int(number), int(delivery))
 
     async def close(self) -> None:

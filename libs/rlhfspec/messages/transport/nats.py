@@ -89,7 +89,7 @@ class NatsTransport:
     async def declare(self, subject: str, kind: Kind, consumers: Iterable[Consumer] = ()) -> None:
         wanted = Declared(kind, {consumer.name: consumer for consumer in consumers})
         if kind != "work" and wanted.consumers:
-            raise InvalidRequest("consumers", list(wanted.consumers), f"{subject} is {kind}: a reader watches it")
+            raise InvalidRequest("consumers", list(wanted.consumers), f"must be empty: {subject} is {kind}, not work")
         there = await self._look(subject)
         if there is not None and there != wanted:
             raise InvalidRequest("subject", subject, f"was declared as {there.kind} for {dict(there.consumers)}")
@@ -113,7 +113,7 @@ class NatsTransport:
         end = self._clock.now() + seconds
         while not await self.is_declared(subject):
             if self._clock.now() >= end:
-                raise TransportUnavailable(self._connection.url, f"no process has declared {subject} for {seconds:g} s")
+                raise TransportUnavailable(self._connection.url, f"no process declared {subject} within {seconds:g} s")
             await self._clock.sleep(_LONGEST_WAIT_SECONDS)
 
     async def _declared(self, subject: str) -> Declared:
@@ -242,7 +242,7 @@ class NatsTransport:
     async def adopt(self, token: str, subject: str, name: str) -> Receipt:
         parsed = Token.parse(token)
         if (parsed.stream, parsed.consumer) != (stream_name(subject), name):
-            raise InvalidRequest("token", token, f"is none of a delivery of {subject} to {name}")
+            raise InvalidRequest("token", token, f"is not a delivery token of {subject} for {name}")
         return NatsReceipt(await self._consumer(subject, name), token)
 
     async def close(self) -> None:

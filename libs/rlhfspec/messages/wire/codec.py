@@ -16,7 +16,7 @@ from rlhfspec.messages.wire.records_pb2 import Envelope
 
 # The envelope's field for each record type.
 ENVELOPE_FIELDS: dict[type[Record], str] = {kind: to_snake(kind.__name__) for kind in get_args(Record)}
-_TYPES = {field: record_type for record_type, field in ENVELOPE_FIELDS.items()}
+_RECORD_TYPES = {field: record_type for record_type, field in ENVELOPE_FIELDS.items()}
 _CHOICES: dict[type[Record], dict[str, tuple[str, ...]]] = {  # allowed values of each Literal field
     kind: {name: get_args(hint) for name, hint in get_type_hints(kind).items() if get_origin(hint) is Literal}
     for kind in ENVELOPE_FIELDS
@@ -45,7 +45,7 @@ def decode(data: bytes) -> Record:
     which = envelope.WhichOneof("record")
     if which is None:
         raise MalformedRecord("an envelope without a record that this version knows")
-    record_type = _TYPES[which]
+    record_type = _RECORD_TYPES[which]
     message = getattr(envelope, which)
     try:
         record: Record = read(message, record_type)
@@ -71,11 +71,11 @@ def _problem_of(record: Record) -> tuple[str, object, str] | None:
                 return f"Load.{name}", record.id, f"must have a number for each of {len(record.sample_ids)} samples"
         for name in ("step_seconds", "sequence_seconds", "prefill_seconds"):
             if not 0 <= getattr(record, name) < math.inf:
-                return f"Load.{name}", getattr(record, name), "must be a number of seconds"
+                return f"Load.{name}", getattr(record, name), "must be a finite number of seconds >= 0"
     if isinstance(record, Score) and not record.error:
         numbers = [*record.values, *(value for _, value in record.components)]
         if not all(map(math.isfinite, numbers)):
-            return "Score.values", record.id, "must be finite where no error says why they are not"
+            return "Score.values", record.id, "must be finite unless error is set"
     if isinstance(record, StepReport | EvaluationReport) and (found := not_finite(record)) is not None:
         return f"{type(record).__name__}.{found[0]}", found[1], "must be finite"
     return None

@@ -64,7 +64,7 @@ def _way(hint: Any) -> _Way:
         return _nested(hint)
     if origin is not tuple:
         assert origin is Literal or hint in (str, bytes, int, float, bool), hint
-        return _PLAIN
+        return _SINGULAR
     if get_origin(parts[0]) is tuple:
         return _pairs(*map(_way, get_args(parts[0])), of=tuple, items=iter)
     return _many(parts[0]) if dataclasses.is_dataclass(parts[0]) else _REPEATED
@@ -83,7 +83,7 @@ def _get_optional(message: Any, name: str) -> Any:
     return getattr(message, name) if message.HasField(name) else None
 
 
-_PLAIN = _Way(setattr, getattr)
+_SINGULAR = _Way(setattr, getattr)
 _REPEATED = _Way(_put_repeated, lambda message, name: tuple(getattr(message, name)))
 _OPTIONAL = _Way(_put_optional, _get_optional)
 
@@ -134,7 +134,7 @@ def _optional_pairs(way: _Way) -> _Way:
     def put(message: Any, name: str, value: Any) -> None:
         if value is not None:
             if not value:
-                raise ValueError("is empty: where there is nothing it is None")
+                raise ValueError("must be None instead of empty")
             way.put(message, name, value)
 
     return _Way(put, lambda message, name: way.get(message, name) or None)

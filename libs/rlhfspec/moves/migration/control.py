@@ -25,7 +25,7 @@ MOST_BYTES_OF_OTHERS = 1 << 16  # limit for a question that will be refused anyw
 MOST_QUESTIONS = 64  # answered at once
 MOST_CONNECTIONS = 256
 FRAME_SECONDS = 10.0  # for a begun frame, a handshake, and a connection's first frame
-_IDLE_SECONDS = 600.0
+_IDLE_CONNECTION_SECONDS = 600.0
 Answer = Callable[[bytes], Awaitable[bytes]]
 
 
@@ -135,7 +135,7 @@ class StreamControl:
         answerer = _common_name(line.transport)
         if self._answerers is not None and answerer not in self._answerers:
             line.transport.abort()
-            raise ConnectionRefusedError(f"{answerer or 'no role'} may take no sequences")
+            raise ConnectionRefusedError(f"{answerer or 'an unknown peer'} may not receive sequences")
         keep_alive(line.transport.get_extra_info("socket"), FRAME_SECONDS)
         return line
 
@@ -172,7 +172,7 @@ class _Line(_Frames):
             future.set_result((kind, content))
 
     def nonsense(self, problem: str) -> None:
-        log.warning("a reply to a question of a move: %s", problem)
+        log.warning("an invalid reply about a move: %s", problem)
         self.transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -221,14 +221,14 @@ class StreamControlServer:
             each.end()
 
     def refuse(self, problem: str) -> None:
-        log.warning("a question of a move refused: %s", problem)
+        log.warning("a request about a move is refused: %s", problem)
 
     def left(self, connection: _ServedConnection) -> None:
         self._open.discard(connection)
 
     def ask(self, asker: _ServedConnection, number: int, content: bytes) -> None:
         if self.num_questions >= MOST_QUESTIONS:
-            self.refuse("too many at once")
+            self.refuse("too many requests at once")
             asker.send(REFUSED, number, b"too many questions at once")
             return
         self.num_questions += 1
@@ -258,7 +258,7 @@ class StreamControlServer:
             try:
                 connection, _ = await self._loop.sock_accept(self._listening)
             except OSError as error:
-                log.warning("no connection can be taken in that asks of a move: %s", error)
+                log.warning("cannot accept a connection for moves: %s", error)
                 await asyncio.sleep(1.0)
                 continue
             if len(self._open) >= MOST_CONNECTIONS:
@@ -303,7 +303,7 @@ class _ServedConnection(_Frames):
         super().connection_made(transport)
         name, askers = _common_name(transport), self._server.askers
         if askers is not None and name not in askers:
-            self._may_not, self.most_bytes = f"{name or 'no role'} may not move sequences", MOST_BYTES_OF_OTHERS
+            self._may_not, self.most_bytes = f"{name or 'an unknown peer'} may not move sequences", MOST_BYTES_OF_OTHERS
         self._due = _now() + self._server.frame_seconds
         self._watch()
 
@@ -311,7 +311,7 @@ class _ServedConnection(_Frames):
         had = len(self._buffer)
         super().data_received(data)
         if not self._buffer:
-            self._due = _now() + _IDLE_SECONDS
+            self._due = _now() + _IDLE_CONNECTION_SECONDS
         elif len(self._buffer) < had + len(data) or not had:  # another frame has begun
             self._due = _now() + self._server.frame_seconds
 
@@ -347,7 +347,7 @@ class _ServedConnection(_Frames):
     def _watch(self) -> None:
         wait = self._due - _now()
         if wait <= 0:
-            self._server.refuse("no whole frame in time")
+            self._server.refuse("no complete frame in time")
             self.transport.abort()
             return
         wait = min(wait, self._server.frame_seconds)

@@ -138,7 +138,7 @@ class Destination:
                 return self._reserve(message, now)
             case "new" | "refused":
                 source.settle(message.number, "refused")
-                return Judgement([], _refused(message, "lease", "none, or it ran out"))
+                return Judgement([], _refused(message, "lease", "none, or it expired"))
         assert lease is not None, "an open attempt has a lease"
         lease.until = now + LEASE_SECONDS
         match message:
@@ -158,10 +158,10 @@ class Destination:
             freed = self._end(before, "refused")  # its source started a new attempt
         elif before is not None:
             source.settle(message.number, "refused")
-            return Judgement([], _refused(message, "sample", "is arriving from another one"))
+            return Judgement([], _refused(message, "sample", "is arriving from another generator"))
         if self.is_closed or len(self._leases) >= MOST_LEASES:
             source.settle(message.number, "refused")
-            why = ("leaving", "takes nothing more") if self.is_closed else ("busy", "others are arriving")
+            why = ("leaving", "takes no more sequences") if self.is_closed else ("busy", "others are arriving")
             return Judgement(freed, _refused(message, *why))
         source.settle(message.number, "open")
         self._leases[message.sample] = _Lease(message, now + LEASE_SECONDS)

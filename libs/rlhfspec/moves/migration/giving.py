@@ -25,10 +25,10 @@ from rlhfspec.moves.migration.taking import progress_of, watermark
 from rlhfspec.telemetry.base import SampleProgress
 
 _ASK_SECONDS = 2.0  # for an answer that needs no engine
-_LEAVE_SECONDS = 1.5  # for the first answer when leaving: another peer may be quicker
+_HURRIED_SECONDS = 1.5  # for the first answer when leaving: another peer may be quicker
 _NO_KV = 1 << 30  # a position behind every KV position
 LEAST_BYTES = 1 << 18  # smaller ranges say nothing about bandwidth
-_NEWEST = 0.3  # weight of the newest measurement
+_NEWEST_WEIGHT = 0.3  # weight of the newest measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Costs:
     >>> costs.learn_prefill(1000, 0.5); costs.learn_size(1000, 4_000_000)
     >>> costs.learn_link("b", num_bytes=4_000_000, seconds=0.004)
     >>> costs.choose("b", 1000, gain_seconds=1.0)
-    MoveChoice(how='kv', reason='4.0 MB in 4 ms, 1000 tokens again in 500 ms')
+    MoveChoice(how='kv', reason='4.0 MB in 4 ms, 1000 tokens recomputed in 500 ms')
     >>> costs.learn_link("b", num_bytes=400_000, seconds=1.0)
     >>> [costs.choose("b", 1000, gain_seconds=gain).how for gain in (9.0, 0.1)]
     ['tokens', 'stay']
@@ -78,11 +78,12 @@ class Costs:
             return MoveChoice("kv", "not measured yet")
         num_bytes = num_tokens * size
         send, again = num_bytes * speed, num_tokens * prefill
-        costs = f"{num_bytes / 1e6:.1f} MB in {send * 1e3:.0f} ms, {num_tokens} tokens again in {again * 1e3:.0f} ms"
+        costs = f"{num_bytes / 1e6:.1f} MB in {send * 1e3:.0f} ms, "
+        costs += f"{num_tokens} tokens recomputed in {again * 1e3:.0f} ms"
         if send <= again:  # decoding continues during the copy, so only the pause counts, which the plan includes
             return MoveChoice("kv", costs)
         if again > gain_seconds and not must_go:
-            return MoveChoice("stay", f"{costs}: more than the {gain_seconds * 1e3:.0f} ms that it gains")
+            return MoveChoice("stay", f"{costs}: more than the {gain_seconds * 1e3:.0f} ms that the move gains")
         return MoveChoice("tokens", costs)
 
 
@@ -140,7 +141,7 @@ class Giving:
             now = self._place.clock.now()
             following = self._machine.on(event, now)
             if not following and not actions:  # a reply to something else
-                following = self._machine.on(Silence("a reply that is none"), now)
+                following = self._machine.on(Silence("an unexpected reply"), now)
             actions.extend(following)
         return self._moved
 
@@ -189,7 +190,7 @@ class Giving:
     async def _pack(self, mark: Watermark, offer: str, key: str) -> Event:
         """Pack KV after `mark` between two steps, and send it while the engine runs."""
         if len(mark.positions) != self._num_spaces:
-            raise MalformedRecord("a watermark of other KV spaces")
+            raise MalformedRecord(f"a watermark of {len(mark.positions)} KV spaces, not {self._num_spaces}")
         mark = self._mark or mark
         name, engine = self._move.sample_id, self._place.engine.abilities.moves_kv
         assert engine is not None, "a manifest of epoch 0 offers no KV"
@@ -299,7 +300,7 @@ class Giving:
 
     def _ask(self, message: messages.Told) -> asyncio.Task[bytes]:
         hurries = self._must_go and not self._was_answered
-        timeout = _ASK_SECONDS if isinstance(message, messages.Ask) else _LEAVE_SECONDS if hurries else TELL_SECONDS
+        timeout = _ASK_SECONDS if isinstance(message, messages.Ask) else _HURRIED_SECONDS if hurries else TELL_SECONDS
         question = messages.to_bytes(message)
         self._asking = asyncio.create_task(self._place.control.ask(self._peer, question, timeout=timeout))
         return self._asking
@@ -348,4 +349,4 @@ def _size(kv: KVRange) -> int:
 
 
 def _newer(known: float | None, measured: float) -> float:
-    return measured if known is None else (1 - _NEWEST) * known + _NEWEST * measured
+    return measured if known is None else (1 - _NEWEST_WEIGHT) * known + _NEWEST_WEIGHT * measured

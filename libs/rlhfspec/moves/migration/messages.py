@@ -24,9 +24,9 @@ from typing import Any, get_type_hints
 
 from rlhfspec.errors import MalformedRecord
 
-_MAGIC = b"RLHFTELL"
+_MESSAGE_MAGIC = b"RLHFTELL"
 _LENGTH = struct.Struct("<I")
-_NAME = "message"
+_MESSAGE_KEY = "message"
 _MOST_TEXT = 4096
 _MOST_NUMBER = (1 << 63) - 1
 
@@ -132,19 +132,19 @@ class Gone(MoveMessage):
 Told = Reserve | Range | HandOver | Abort | Ask | Settled
 Reply = Reserved | Copied | Taken | Refused | Unknown | Gone
 
-_KINDS: dict[str, type[MoveMessage]] = {
+_MESSAGE_TYPES: dict[str, type[MoveMessage]] = {
     each.__name__: each
     for each in (Reserve, Range, HandOver, Abort, Ask, Settled, Reserved, Copied, Taken, Refused, Unknown, Gone)
 }
-_TYPES = {name: get_type_hints(kind) for name, kind in _KINDS.items()}
+_FIELD_TYPES = {name: get_type_hints(kind) for name, kind in _MESSAGE_TYPES.items()}
 
 
 def to_bytes(message: MoveMessage) -> bytes:
     values = {field.name: getattr(message, field.name) for field in fields(message)}
     blobs = [value for value in values.values() if isinstance(value, bytes)]
     said = {name: len(value) if isinstance(value, bytes) else value for name, value in values.items()}
-    header = json.dumps({_NAME: type(message).__name__} | said, separators=(",", ":")).encode()
-    body = b"".join((_MAGIC, _LENGTH.pack(len(header)), header, *blobs))
+    header = json.dumps({_MESSAGE_KEY: type(message).__name__} | said, separators=(",", ":")).encode()
+    body = b"".join((_MESSAGE_MAGIC, _LENGTH.pack(len(header)), header, *blobs))
     return body + _LENGTH.pack(zlib.crc32(body))
 
 
@@ -152,40 +152,40 @@ def from_bytes(data: bytes) -> Any:
     """Decode a `Told` or `Reply`, or raise MalformedRecord."""
     body, checksum = data[: -_LENGTH.size], data[-_LENGTH.size :]
     if _LENGTH.pack(zlib.crc32(body)) != checksum:
-        raise MalformedRecord("its checksum is another one: bytes were changed or lost")
+        raise MalformedRecord("its checksum does not match: bytes were changed or lost")
     try:
         return _read(body)
     except (ValueError, TypeError, LookupError, RecursionError, struct.error) as error:
-        raise MalformedRecord(f"no message of a move ({type(error).__name__}: {error})"[:200]) from error
+        raise MalformedRecord(f"not a message about a move ({type(error).__name__}: {error})"[:200]) from error
 
 
 def told(data: bytes) -> Told:
     message = from_bytes(data)
     if not isinstance(message, Told):
-        raise MalformedRecord(f"{type(message).__name__} is no question")
+        raise MalformedRecord(f"{type(message).__name__} is not a request")
     return message
 
 
 def reply(data: bytes) -> Reply:
     message = from_bytes(data)
     if not isinstance(message, Reply):
-        raise MalformedRecord(f"{type(message).__name__} is no reply")
+        raise MalformedRecord(f"{type(message).__name__} is not a reply")
     return message
 
 
 def _read(body: bytes) -> MoveMessage:
-    start = len(_MAGIC) + _LENGTH.size
-    if body[: len(_MAGIC)] != _MAGIC:
-        raise ValueError(f"does not begin with {_MAGIC.decode()}")
-    (length,) = _LENGTH.unpack(body[len(_MAGIC) : start])
+    start = len(_MESSAGE_MAGIC) + _LENGTH.size
+    if body[: len(_MESSAGE_MAGIC)] != _MESSAGE_MAGIC:
+        raise ValueError(f"does not begin with {_MESSAGE_MAGIC.decode()}")
+    (length,) = _LENGTH.unpack(body[len(_MESSAGE_MAGIC) : start])
     place = start + length
     values = json.loads(body[start:place])
     if not isinstance(values, dict):
-        raise ValueError("a header that is none")
-    name = values.pop(_NAME)
-    types = _TYPES[name]
+        raise ValueError("the header is not an object")
+    name = values.pop(_MESSAGE_KEY)
+    types = _FIELD_TYPES[name]
     if values.keys() != types.keys():
-        raise ValueError(f"{name} of other fields")
+        raise ValueError(f"{name} has missing or unknown fields")
     for field, kind in types.items():
         if kind is bytes:
             size = _number(field, values[field])
@@ -196,8 +196,8 @@ def _read(body: bytes) -> MoveMessage:
         elif type(values[field]) is not kind or (kind is str and len(values[field]) > _MOST_TEXT):
             raise ValueError(f"{field}: must be a {kind.__name__}")
     if place != len(body):
-        raise ValueError("other bytes than it says")
-    return _KINDS[name](**values)
+        raise ValueError("its length differs from the one in its header")
+    return _MESSAGE_TYPES[name](**values)
 
 
 def _number(field: str, value: object) -> int:

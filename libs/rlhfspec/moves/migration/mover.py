@@ -15,8 +15,8 @@ from rlhfspec.moves.migration.links.opening import Links
 from rlhfspec.moves.migration.source import MoveSource
 from rlhfspec.moves.migration.taking import Taking
 
-_MOST_MOVES = 4  # outgoing at once; others wait
-_CLOSE_SECONDS = 0.5  # for pending notifications
+_MAX_OUTGOING_MOVES = 4  # outgoing at once; others wait
+_LAST_NOTIFICATIONS_SECONDS = 0.5  # for pending notifications
 
 
 class Mover:
@@ -41,7 +41,7 @@ class Mover:
         )
         self.costs = self._place.costs
         self._numbers = itertools.count(1)
-        self._free = asyncio.Semaphore(_MOST_MOVES)
+        self._free = asyncio.Semaphore(_MAX_OUTGOING_MOVES)
         self._giving: dict[str, Giving] = {}  # by sample
         self._tasks: set[asyncio.Task[Moved]] = set()
         self._is_closed = False
@@ -86,7 +86,7 @@ class Mover:
             await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._taking.close()
         if self._place.parting:
-            _, silent = await asyncio.wait(self._place.parting, timeout=_CLOSE_SECONDS)
+            _, silent = await asyncio.wait(self._place.parting, timeout=_LAST_NOTIFICATIONS_SECONDS)
             for each in silent:
                 each.cancel()
             await asyncio.gather(*silent, return_exceptions=True)
@@ -96,11 +96,11 @@ class Mover:
         if self._is_closed:
             return "this generator is leaving"
         if move.sample_id in self.moving:
-            return "it is on its way already"
+            return "it is already being moved"
         if self._place.custody.prompt_of(move.sample_id) is None:
-            return "it is not here"
+            return "it is not at this generator"
         may_leave = self._taking.machine.may_leave(move.sample_id, self._clock.now())
-        return "" if may_leave else "it has just come, and its source has not let go of it yet"
+        return "" if may_leave else "it has just arrived, and its source has not released it yet"
 
     async def _run(self, giving: Giving, move: Move) -> Moved:
         try:

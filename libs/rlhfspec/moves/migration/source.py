@@ -19,10 +19,10 @@ from rlhfspec.moves.migration import messages
 from rlhfspec.moves.migration.destination import DOUBT_SECONDS
 from rlhfspec.moves.migration.messages import Reply, Told
 
-_ASK_SECONDS = 0.5  # between two questions in doubt
+_ASK_AGAIN_SECONDS = 0.5  # between two questions in doubt
 MOST_ROUNDS = 3
 MOST_ATTEMPTS = 3  # of one move; each preemption costs one
-_WEIGHTS = ("weights_version", "fingerprint")  # refusals after which tokens are still welcome
+_WEIGHTS_FIELDS = ("weights_version", "fingerprint")  # refusals after which tokens are still welcome
 How = Literal["kv", "tokens", "kept", "lost"]
 
 
@@ -184,7 +184,7 @@ class MoveSource:
             case GiveUp(reason):
                 return self._abort(reason)
             case Heard(messages.Gone()):
-                return self._keep("the destination is no more")
+                return self._keep("the destination is gone")
             case Heard(messages.Refused(field=field, reason=reason)) if self._has_kv and self._goes_without(field):
                 self._has_kv = False
                 return self._again(reason)
@@ -278,16 +278,16 @@ class MoveSource:
                 return [Reattach(), *self._keep(f"{field}: {reason}")]
             case _ if now - self._since >= DOUBT_SECONDS:  # a later Gone proves nothing: it may have been passed on
                 self.state = "over"
-                return [LetGo(is_known=False), MoveEnd("lost", "it was never said whether it was taken", self._rounds)]
+                return [LetGo(is_known=False), MoveEnd("lost", "the destination never confirmed it", self._rounds)]
             case GiveUp(reason):
                 self.state = "over"
                 return [LetGo(is_known=False), MoveEnd("lost", reason, self._rounds)]
             case Heard(messages.Gone()):
-                return [Reattach(), *self._keep("the destination is no more")]
+                return [Reattach(), *self._keep("the destination is gone")]
             case SourceTick():
                 return [Tell(messages.Ask(**self._head()))]
             case Heard(messages.Unknown()) | Silence():
-                return [Wait(_ASK_SECONDS)]
+                return [Wait(_ASK_AGAIN_SECONDS)]
         return []
 
     def _again(self, reason: str) -> list[Action]:
@@ -300,7 +300,7 @@ class MoveSource:
         return [*self._parting(), *self._keep(reason)]
 
     def _goes_without(self, field: str) -> bool:
-        return field in _WEIGHTS or (self._must_go and field in ("link", "room"))
+        return field in _WEIGHTS_FIELDS or (self._must_go and field in ("link", "room"))
 
     def _parting(self) -> list[Action]:
         return [Notify(messages.Abort(**self._head()))] if self._number else []

@@ -24,7 +24,7 @@ from rlhfspec.telemetry.base import SampleProgress
 
 LINK_SECONDS = 4.0  # for an announced range to arrive
 _TICK_SECONDS = 1.0
-_MOST_BYTES = 1 << 30  # of one range; more is malformed
+_MAX_RANGE_BYTES = 1 << 30  # of one range; more is malformed
 
 
 class Taking:
@@ -158,7 +158,7 @@ class Taking:
 
     async def _arrived(self, message: messages.Range | messages.HandOver) -> memoryview:
         key, num_bytes, landing = message.key, message.num_bytes, self._links.landing
-        if num_bytes > _MOST_BYTES:
+        if num_bytes > _MAX_RANGE_BYTES:
             raise MalformedRecord(f"a range of {num_bytes} bytes")
         if landing.has(key):
             return landing.take(key, num_bytes, timeout=0.0)  # the usual case: sent before announced

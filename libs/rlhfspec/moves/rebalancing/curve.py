@@ -12,7 +12,7 @@ from rlhfspec.common.arrays import Floats
 _KEEP = 0.997  # share kept at each step: half-life of 230 steps
 _GUESS = (8.0, 1.0)  # assumed shape: a step costs as much as eight sequences
 _MADE_UP = ((1.0, 2.0), (32.0, 2.0))  # B and weight of the prior's observations
-_FEW = 16  # observations before outliers are cut
+_MIN_OBSERVATIONS = 16  # observations before outliers are cut
 _MOST_TIMES = 4.0  # times the expected cost; longer steps are cut, because the process was stopped
 
 
@@ -52,7 +52,7 @@ class LearnedCurve:
         """Learn the seconds of one token for each of `num_running` sequences."""
         if num_running <= 0 or seconds <= 0:
             return
-        if self._num_learnt >= _FEW:
+        if self._num_learnt >= _MIN_OBSERVATIONS:
             seconds = min(seconds, self.seconds(num_running) * _MOST_TIMES)
         ones = np.array([1.0, num_running])
         self._moments = self._moments * _KEEP + np.outer(ones, ones)

@@ -17,7 +17,7 @@ STAGES_FOR_MORE, STAGES_FOR_FEWER = 2, 3
 MOST_STAGES = 1 << 10  # limit of the stages that fewer may need
 COOLDOWN_SECONDS = 30.0  # between two changes
 LONG_STAGE_SECONDS = 30.0
-_START_SECONDS = 30.0  # until a new generator helps; within a long stage, adding some must save more than this
+_SCALE_UP_SECONDS = 30.0  # until a new generator helps; within a long stage, adding some must save more than this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class Elastic:
             self._began_looking_at = now
         self._is_known |= self._num_stages >= STAGES_FOR_FEWER and now - self._began_looking_at >= COOLDOWN_SECONDS
         if not self._is_known:
-            self._wanted = Wanted(min(max(num_generators, self._least), self._most), "as many as there are do")
+            self._wanted = Wanted(min(max(num_generators, self._least), self._most), "the current number is enough")
 
     def _end_stage(self, now: float) -> None:
         if self._greatest is not None and self._is_whole:
@@ -116,7 +116,7 @@ class Elastic:
         if now - self._began_at < LONG_STAGE_SECONDS or now - self._changed_at < COOLDOWN_SECONDS:
             return
         number, more = self._wanted.number, self._worth(outlook)
-        if more > number and outlook.seconds(number) - outlook.seconds(more) > _START_SECONDS:
+        if more > number and outlook.seconds(number) - outlook.seconds(more) > _SCALE_UP_SECONDS:
             self._change(more, outlook, now)
 
     def _worth(self, outlook: StageOutlook) -> int:

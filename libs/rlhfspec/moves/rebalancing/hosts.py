@@ -13,7 +13,7 @@ import numpy as np
 from rlhfspec.common.arrays import BoolArray, Floats
 from rlhfspec.moves.rebalancing.fleet import Fleet, Ints, PlannerSettings
 
-_ALIKE = 0.97  # share of the step time; an engine that still takes this much when alone on its host shares nothing
+_SAME_SPEED = 0.97  # share of the step time; an engine that still takes this much when alone on its host shares nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def _hosts_to_ask(fleet: Fleet, settings: PlannerSettings) -> Ints:
     several = np.bincount(place, minlength=len(hosts)) > 1
     if not several.any():
         return np.zeros(0, np.int64)
-    is_faster_alone = (fleet.alone_step_seconds < fleet.step_seconds * _ALIKE)[staying]
+    is_faster_alone = (fleet.alone_step_seconds < fleet.step_seconds * _SAME_SPEED)[staying]
     gains = (np.bincount(place, weights=is_faster_alone, minlength=len(hosts)) > 0) | (settings.engine_cost > 0)
     versions = fleet.weights_version[staying]
     oldest, newest = np.full(len(hosts), 1 << 60), np.full(len(hosts), -1)

@@ -53,8 +53,8 @@ class PlannedMoves:
             return f"{name(source)} is leaving; {name(destination)} ends in {there}"
         ends = f"{name(source)} ends in {self.before[source]:.2f} s, {name(destination)} in {there}"
         if self.why[move] == CLOSING:
-            return f"as few as {self.num_kept[source]} of this host's engines are faster; {ends}"
-        return f"{ends}; the later end comes {self.gain[move]:.2f} s earlier"
+            return f"this host is faster with only {self.num_kept[source]} of its engines; {ends}"
+        return f"{ends}; the move lets the later one end {self.gain[move]:.2f} s earlier"
 
     def why_not(self, most: int = 8, name: Name = str) -> list[str]:
         stays = np.flatnonzero(self.verdicts.verdict != MOVED)
@@ -72,14 +72,14 @@ class PlannedMoves:
         if verdict == NO_PLACE:
             return f"{source}: no generator has room for what it has to hand over"
         ends = f"{source} ends in {later:.2f} s, {name(destination)} in {earlier:.2f} s"
-        return f"{ends}: {_WORDS[verdict]}"
+        return f"{ends}: {_VERDICT_WORDS[verdict]}"
 
 
-_WORDS = {
+_VERDICT_WORDS = {
     ALIKE: "too near to each other",
     BOUND: "steps take as long with fewer sequences, so nothing is gained",
     NO_GAIN: "every sequence would end later there",
-    NONE_MAY: "what could go has just moved, or does not fit",
+    NONE_MAY: "sequences that could move have just moved, or do not fit",
 }
 
 

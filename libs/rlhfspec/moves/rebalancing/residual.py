@@ -10,8 +10,8 @@ import numpy as np
 from rlhfspec.common.arrays import BoolArray, Floats
 from rlhfspec.moves.rebalancing.fleet import Numbers
 
-_KEPT = 4096  # recent lengths
-_FEW = 8  # lengths; with fewer, half of the limit is expected to remain
+_KEPT_LENGTHS = 4096  # recent lengths
+_MIN_LENGTHS = 8  # lengths; with fewer, half of the limit is expected to remain
 _PER_OCTAVE = 16  # table rows per doubling of the generated length
 _OCTAVES = 20
 
@@ -20,8 +20,8 @@ class Residual:
     """Estimator of remaining tokens: half of the limit until it has learnt some lengths."""
 
     def __init__(self) -> None:
-        self._lengths = np.zeros(_KEPT)
-        self._is_censored = np.zeros(_KEPT, bool)
+        self._lengths = np.zeros(_KEPT_LENGTHS)
+        self._is_censored = np.zeros(_KEPT_LENGTHS, bool)
         self._num_learnt = 0
         self._table: Floats | None = None
 
@@ -31,17 +31,17 @@ class Residual:
 
     def learn(self, length: int, *, is_censored: bool = False, factor: float = 1.0) -> None:
         """Learn the length of a finished response, censored if truncated; `factor`: its prompt's length factor."""
-        place = self._num_learnt % _KEPT
+        place = self._num_learnt % _KEPT_LENGTHS
         self._lengths[place], self._is_censored[place] = max(length, 1) / factor, is_censored
         self._num_learnt += 1
         self._table = None
 
     def remaining(self, generated: Numbers, factor: Numbers, limit: Numbers) -> Floats:
         most = np.asarray(limit, np.float64)
-        if self._num_learnt < _FEW:
+        if self._num_learnt < _MIN_LENGTHS:
             return np.asarray(np.maximum(most / 2, 1.0))
         if self._table is None:
-            count = min(self._num_learnt, _KEPT)
+            count = min(self._num_learnt, _KEPT_LENGTHS)
             self._table = _table(self._lengths[:count], self._is_censored[:count])
         factors = np.asarray(factor, np.float64)
         rows = np.log2(np.asarray(generated, np.float64) / factors + 1.0) * _PER_OCTAVE

@@ -18,7 +18,7 @@ from rlhfspec.telemetry.folder import append_lines
 
 MOVES_FILE = "moves.jsonl"
 _ENDS = {"num_samples", "num_generators", "latest_end", "latest_end_after"}
-_KEYS = {
+_LINE_KEYS = {
     "plan": {"at", "id", "moves", "why_not", "dry", *_ENDS},
     "moved": {"at", *(field.name for field in fields(Moved))},
 }
@@ -70,5 +70,5 @@ def read_moves(run: Path, *, offset: int = 0) -> Iterator[tuple[dict[str, Any], 
                 content = json.loads(line)
             except ValueError:
                 continue
-            if isinstance(content, dict) and content.keys() >= _KEYS.get(str(content.get("kind")), {""}):
+            if isinstance(content, dict) and content.keys() >= _LINE_KEYS.get(str(content.get("kind")), {""}):
                 yield content, offset

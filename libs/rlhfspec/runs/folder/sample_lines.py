@@ -87,7 +87,7 @@ def evaluation_of(
         if not sample.error and sample.id in rewards and not rewards[sample.id].error
     ]
     if not scored:
-        raise RolloutError(samples[0].id, f"and every other of the evaluation after step {step} has no reward")
+        raise RolloutError(samples[0].id, f"has no reward, nor has any sample of the evaluation after step {step}")
     components = [dict(score.components) for _, score in scored]
     expected = [str(row["answer"]) for sample, _ in scored if "answer" in (row := json.loads(sample.columns_json))]
     return Evaluation(

@@ -28,8 +28,8 @@ from rlhfspec.stage.vitals import Vitals
 
 DEADLINE_SECONDS = 0.5  # of one write, which takes megabytes with thousands of workers
 CONNECT_SECONDS = 2.0  # of a write that connects first, by TLS in a busy process
-_READ_SECONDS = 2.0
-_CLOSE_SECONDS = 0.2
+_LIVE_READ_SECONDS = 2.0
+_DELETE_SECONDS = 0.2
 _KEPT_MILLISECONDS = int(GONE_SECONDS * 1000)
 MOST_STEPS, _MOST_SAMPLES, _MOST_CHARACTERS = 100, 50, 200
 
@@ -141,13 +141,13 @@ class LiveState:
     def _arrived(self) -> None:
         if self._is_away:
             self._is_away = False
-            log.info("redis: is back, after %d writes in all that did not arrive", self.num_failures)
+            log.info("redis: is back; %d writes did not arrive so far", self.num_failures)
 
     async def close(self) -> None:
         """Delete the live state if Redis answers at once, and close the client."""
         if self._has_written and not self._is_away:
             with suppress(*failures()):
-                async with asyncio.timeout(_CLOSE_SECONDS):
+                async with asyncio.timeout(_DELETE_SECONDS):
                     await self._redis.delete(self._key)
         await close(self._redis)
 
@@ -190,9 +190,9 @@ class LiveBeats(Service):
 
 async def read_live(url: str, uid: str, *, credentials: Path | None = None, now: float = 0.0) -> LiveView:
     """Return the live state, its times converted to a clock that reads `now`, or raise ServerFailed."""
-    redis = client_of(url, credentials, _READ_SECONDS)
+    redis = client_of(url, credentials, _LIVE_READ_SECONDS)
     try:
-        async with asyncio.timeout(_READ_SECONDS), redis.pipeline(transaction=False) as pipeline:
+        async with asyncio.timeout(_LIVE_READ_SECONDS), redis.pipeline(transaction=False) as pipeline:
             pipeline.get(live_key(uid))
             pipeline.pttl(live_key(uid))
             value, milliseconds_left = await pipeline.execute()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Connected = Callable[[Any], Awaitable[None]]  # called with each new connection
 _SCHEMES = ("unix", "redis", "rediss")
-_CLOSE_SECONDS = 0.2
+_REDIS_CLOSE_SECONDS = 0.2
 
 
 def client_of(url: str, credentials: Path | None, timeout_seconds: float, connected: Connected | None = None) -> Redis:
@@ -70,7 +70,7 @@ async def close(redis: Redis) -> None:
 
 async def _try_to_close(redis: Redis) -> None:
     with suppress(*failures()):
-        async with asyncio.timeout(_CLOSE_SECONDS):
+        async with asyncio.timeout(_REDIS_CLOSE_SECONDS):
             await redis.aclose()
 
 

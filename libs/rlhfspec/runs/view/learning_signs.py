@@ -12,7 +12,7 @@ from rlhfspec.runs.view.text import number
 NUM_STEPS = 3  # a sign in one step is chance
 DISTINCT = "distinct_per_prompt"  # in StepMetrics.learning: different responses of the step / its prompts
 _FEWEST_ANSWERS = 20  # of an evaluation that is judged; of fewer, several are equal by chance
-_LEFT = 1 / 4  # of the first evaluation's different answers; a policy that only drops wrong forms keeps more
+_LEFT_SHARE = 1 / 4  # of the first evaluation's different answers; a policy that only drops wrong forms keeps more
 _OF_EXPECTED = 2 / 3  # of the expected answers; with two, equally frequent, one is given to over 92 % of the prompts
 
 
@@ -35,7 +35,7 @@ def nothing_learnt(groups: Sequence[Sequence[float | None]]) -> str:
     if len(groups) < NUM_STEPS or any(equal is None or equal != num for equal, num in groups):
         return ""
     rewards = f"rewards were equal in every group of the last {NUM_STEPS} steps"
-    return f"{rewards}: nothing is learnt. See what the reward gives, in samples.jsonl"
+    return f"{rewards}: nothing is learnt. Check the rewards in samples.jsonl"
 
 
 def collapse_of(evaluations: Sequence[Evaluation]) -> str:
@@ -48,7 +48,7 @@ def collapse_of(evaluations: Sequence[Evaluation]) -> str:
     if len(judged) < 2:
         return ""
     (began, before, _), (step, now, expected) = judged[0], judged[-1]
-    if now > _LEFT * before or (expected is not None and now > _OF_EXPECTED * expected):
+    if now > _LEFT_SHARE * before or (expected is not None and now > _OF_EXPECTED * expected):
         return ""
     told = "" if expected is None else f" ({number(expected)} are expected)"
     return (

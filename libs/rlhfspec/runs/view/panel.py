@@ -189,7 +189,7 @@ def _processes(progress: RunProgress, most: int) -> Iterator[Text]:
     for state, utilisation in shown:
         yield _process(state, utilisation, pid_width)
     if more := len(progress.workers) - len(shown):
-        yield Text(f"and {more} more, which work or wait (rlhfspec top)", "dim")
+        yield Text(f"and {more} more that work or wait (see rlhfspec top)", "dim")
 
 
 def _process(state: ProcessState, utilisation: float, pid_width: int) -> Text:

@@ -36,7 +36,7 @@ _FEW_STEPS = 20
 _MOST_BESIDE = 3
 _ROUNDING = 1e-6  # the mean of a step's advantages is 0 up to it
 _WIDE = 2.0  # relative to a normal panel
-_NOTHING = 1e-6  # with one update per step the policy loss is only rounding
+_NOISE_HEIGHT = 1e-6  # with one update per step the policy loss is only rounding
 
 
 def overview(steps: Steps, path: Path, *, title: str, evaluations: Evaluations = ()) -> None:
@@ -93,12 +93,12 @@ def _learning_panels(steps: Steps) -> Panels:
     )  # fmt: skip
     distinct = _found(steps, lambda metrics: metrics.learning.get(DISTINCT))
     return [
-        *(_curves("loss of the policy", steps, loss, kl_loss) if _varies(loss, kl_loss) else []),
+        *(_curves("policy loss", steps, loss, kl_loss) if _varies(loss, kl_loss) else []),
         *_curves("gradient norm, before clipping", steps, gradient, critic),
         *(_curves("clipped tokens, %", steps, clipped) if _varies(clipped) else []),
-        *_curves("groups of equal rewards, %", steps, ("", RED, equal)),
-        *_curves("different responses a prompt", steps, ("", BLUE, distinct)),
-        *_curves("entropy, nats a token", steps, ("", PURPLE, {metrics.step: metrics.entropy for metrics in steps})),
+        *_curves("groups with equal rewards, %", steps, ("", RED, equal)),
+        *_curves("distinct responses per prompt", steps, ("", BLUE, distinct)),
+        *_curves("entropy, nats per token", steps, ("", PURPLE, {metrics.step: metrics.entropy for metrics in steps})),
         *_kl(steps),
     ]
 
@@ -114,7 +114,7 @@ def _running_panels(steps: Steps) -> Panels:
     speed = _found(steps, lambda metrics: metrics.tokens_per_second)
     accepted = _found(steps, lambda metrics: metrics.accepted_per_verification)
     return [
-        *_curves("loss of the critic", steps, ("", ORANGE, _found(steps, lambda metrics: metrics.value_loss))),
+        *_curves("critic loss", steps, ("", ORANGE, _found(steps, lambda metrics: metrics.value_loss))),
         *_curves("explained variance of the returns", steps, ("", ORANGE, shown)),
         *_curves("generation, tokens/s", steps, ("", GREEN, speed)),
         *_curves("accepted per verification", steps, ("", PURPLE, accepted)),
@@ -127,7 +127,7 @@ def _kl(steps: Steps) -> Panels:
     estimates = [
         (name, RED if name == "k3" else GREY, {m.step: m.kl[name] for m in steps if m.kl is not None}) for name in names
     ]
-    return _curves(f"KL to the reference, nats a token{' (k3)' if len(names) == 1 else ''}", steps, *estimates)
+    return _curves(f"KL to the reference, nats per token{' (k3)' if len(names) == 1 else ''}", steps, *estimates)
 
 
 def _curves(title: str, steps: Steps, *curves: tuple[str, str, Points]) -> Panels:
@@ -205,9 +205,9 @@ def _seconds(axis: Axes, steps: Steps) -> None:
             top = [low + more for low, more in zip(bottom, seconds, strict=True)]
             axis.stairs(top, edges, baseline=bottom, fill=True, color=colour, label=stage)
             bottom = top
-    axis.stairs([metrics.seconds.step for metrics in steps], edges, baseline=None, color="black", label="passed")
+    axis.stairs([metrics.seconds.step for metrics in steps], edges, baseline=None, color="black", label="wall time")
     axis.set_ylim(0, 1.45 * max([*bottom, *(metrics.seconds.step for metrics in steps)]))  # room for the legend
-    _dress(axis, "seconds a step, by stage", steps)
+    _dress(axis, "seconds per step, by stage", steps)
     axis.legend(fontsize=7, ncols=3, frameon=False, loc="upper left", columnspacing=0.9, handlelength=1.2)
 
 
@@ -227,9 +227,9 @@ def _trend(axis: Axes, points: Points, colour: str, label: str | None = None) ->
 def _scale(axis: Axes) -> None:
     """Start the y axis at zero if no value is negative, and flatten rounding noise."""
     low, height = axis.dataLim.ymin, axis.dataLim.height
-    if height < _NOTHING:
+    if height < _NOISE_HEIGHT:
         axis.set_ylim(-1 if low < 0 else 0, 1)
-    elif low > -_NOTHING * height:
+    elif low > -_NOISE_HEIGHT * height:
         axis.set_ylim(bottom=0)
 
 

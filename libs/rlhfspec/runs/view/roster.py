@@ -62,7 +62,7 @@ def _state(worker: RunWorker, workers: Sequence[RunWorker], now: float) -> Proce
 def _doing(worker: RunWorker, now: float) -> tuple[ProcessDoing, str, float]:
     phase, state, process = worker.phase, worker.state, worker.process
     if phase == "held":
-        return phase, "stopped from outside (SIGCONT lets it go on)", now - worker.held_at
+        return phase, "stopped from outside (SIGCONT resumes it)", now - worker.held_at
     if process is not None and phase in ("restarting", "left"):
         return phase, process.what, now - worker.process_at
     if worker.is_silent(now):

@@ -25,7 +25,7 @@ from rlhfspec.runs.view.view import print_line
 _SAID: dict[RunOutcome, str] = {
     "running": "not finished", "completed": "completed", "stopped": "stopped", "failed": "failed",
 }  # fmt: skip
-_MOST_CHARACTERS = 4000
+_MAX_SHOWN_CHARACTERS = 4000
 _MOST_OF_A_PROMPT = 200  # its end, as prompts often begin alike
 Row = tuple[str, str]
 _OF_IMPORTANCE = ("importance_weight", "importance_capped_fraction")
@@ -56,7 +56,7 @@ class Summary:
         lines = [f"# {visible(' '.join(self.title.split()))}", ""]
         if self.steps:
             lines += ["| | |", "|---|---|", *(f"| {label} | {value} |" for label, value in self._facts()), ""]
-            lines += ["| stage | seconds | of what passed |", "|---|---:|---:|"]
+            lines += ["| stage | seconds | share of wall time |", "|---|---:|---:|"]
             lines += [f"| {name} | {seconds:.1f} | {share:.0%} |" for name, seconds, share in by_stage(self.steps)]
             lines += [""]
         lines += self._responses_in_markdown()
@@ -114,7 +114,7 @@ def kept_traceback(folder: RunFolder, error: BaseException) -> str:
         failure.write_text("".join(traceback.format_exception(error)))
     except OSError as full:
         return f"{failure} cannot be written: {full.strerror}"
-    return f"the whole traceback is in {failure}"
+    return f"the full traceback is in {failure}"
 
 
 def summarize(folder: RunFolder, *, resume_command: str, num_texts: int = 0) -> Summary:
@@ -250,7 +250,7 @@ def _end(prompt: str) -> str:
 
 def _short(text: str) -> str:
     safe = visible(text).strip("\n")
-    return safe if len(safe) <= _MOST_CHARACTERS else safe[:_MOST_CHARACTERS] + " ..."
+    return safe if len(safe) <= _MAX_SHOWN_CHARACTERS else safe[:_MAX_SHOWN_CHARACTERS] + " ..."
 
 
 def _fenced(text: str) -> str:

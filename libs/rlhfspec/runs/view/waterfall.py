@@ -15,11 +15,11 @@ from rlhfspec.telemetry.spans import Span
 Piece = tuple[str, float, float]  # (mark, begin, end)
 IN_THE_QUEUE, AT_WORK, FOR_OTHERS, STANDS_STILL, IN_VAIN = "·", "█", "░", "─", "×"
 LEGEND = {
-    IN_THE_QUEUE: "waits to be taken",
-    AT_WORK: "in hand",
+    IN_THE_QUEUE: "waits in a queue",
+    AT_WORK: "in progress",
     FOR_OTHERS: "waits for scores and for the rest of its step",
-    STANDS_STILL: "stands still while it moves",
-    IN_VAIN: "in vain: it was generated anew",
+    STANDS_STILL: "paused while it moves",
+    IN_VAIN: "in vain: it was generated again",
 }
 WORTH_TELLING = 0.01  # share of the whole life below which a wait is omitted
 
@@ -146,7 +146,7 @@ def _of_a_stay(life: Life, span: Span) -> Iterator[str]:
         yield "handed back"
     if span.is_open:
         goes_on = span is life.stays[-1] and not life.is_generated
-        yield "it is there still, or its generator is gone" if goes_on else "its generator ended without a word"
+        yield "it is still there, or its generator is gone" if goes_on else "its generator ended without reporting it"
 
 
 def _of_a_move(span: Span) -> Iterator[str]:

@@ -93,6 +93,6 @@ def _model(state_dict: Mapping[str, torch.Tensor], config: Any) -> Any:
     model.tie_weights()
     absent = [name for name, tensor in model.named_parameters() if tensor.is_meta]  # tied weights may be absent
     if absent or report.unexpected_keys:
-        problem = f"are not those of the configuration: missing {absent}, unknown {report.unexpected_keys}"
+        problem = f"does not have the weights of the configuration: missing {absent}, unknown {report.unexpected_keys}"
         raise InvalidRequest("state_dict", len(state_dict), problem)
     return model

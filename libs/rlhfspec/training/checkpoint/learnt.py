@@ -31,5 +31,5 @@ def read_learnt(folder: Path) -> tuple[int, dict[str, torch.Tensor]] | None:
         return None
     tensors, notes = read_noted(path)
     if notes.get(_DIGEST) != digest(tensors) or not notes.get(_VERSION, "").isdecimal():
-        raise StorageError(path, "is damaged: its digest is not the one that was noted")
+        raise StorageError(path, "is damaged: its digest is not the recorded one")
     return int(notes[_VERSION]), tensors

@@ -38,7 +38,7 @@ class Written:
 def write_part(folder: Path, part: str, state: Any, *, ranks: Ranks | None = None, leads: bool = True) -> Written:
     """Write this rank's share of a checkpoint part to disk. leads: also write values that all ranks share."""
     if not part.isidentifier():
-        raise InvalidRequest("state", part, "parts of a checkpoint name its files: letters, digits, underscores")
+        raise InvalidRequest("state", part, "must be letters, digits, underscores: it becomes part of a file name")
     ranks = ranks or Ranks()
     document, tensors = pack({part: state})
     of_rank = f"-{ranks.rank:05d}-of-{ranks.num_ranks:05d}"
@@ -83,7 +83,7 @@ def stored_tensors(paths: Sequence[Path]) -> dict[str, torch.Tensor | StoredTens
             raise StorageError(path, f"cannot be read: {error}") from error
     for stored in result.values():
         if isinstance(stored, StoredTensor) and (place := stored.missing()) is not None:
-            problem = f"the share of {stored.name} from {list(place)} of {list(stored.shape)} on is missing"
+            problem = f"the share of {stored.name} that begins at {list(place)} of {list(stored.shape)} is missing"
             raise StorageError(stored.pieces[0].path.parent, problem)
     return result
 

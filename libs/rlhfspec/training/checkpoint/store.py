@@ -15,7 +15,7 @@ from rlhfspec.training.checkpoint.folders import manifest_of, open_checkpoint, r
 from rlhfspec.training.modeling.tensor_files import sync
 
 log = logging.getLogger(__name__)
-_PREFIX = "step-"
+_STEP_PREFIX = "step-"
 LOCK = ".lock"
 
 
@@ -43,7 +43,7 @@ class CheckpointStore:
 
         state: parts by name, each a nested state or a `Writes`. best: step that is never deleted.
         """
-        writing = self._folder / f".writing-{_PREFIX}{step:08d}"
+        writing = self._folder / f".writing-{_STEP_PREFIX}{step:08d}"
         try:
             _remove(writing)
             writing.mkdir()
@@ -61,7 +61,7 @@ class CheckpointStore:
         return self._path(step)
 
     def steps(self) -> list[int]:
-        names = (path.name.removeprefix(_PREFIX) for path in self._folder.glob(f"{_PREFIX}*"))
+        names = (path.name.removeprefix(_STEP_PREFIX) for path in self._folder.glob(f"{_STEP_PREFIX}*"))
         return sorted(int(name) for name in names if name.isdecimal())
 
     def latest(self) -> int | None:
@@ -71,7 +71,7 @@ class CheckpointStore:
             try:
                 self._verify(self._path(step))
             except StorageError as error:
-                log.warning("checkpoint passed over: %s", error)
+                log.warning("checkpoint skipped: %s", error)
             else:
                 self._verified = step
                 return step
@@ -106,11 +106,11 @@ class CheckpointStore:
         self.close()
 
     def _path(self, step: int) -> Path:
-        return self._folder / f"{_PREFIX}{step:08d}"
+        return self._folder / f"{_STEP_PREFIX}{step:08d}"
 
     def _put_in_place(self, writing: Path, step: int) -> None:
         """Rename a written folder into place. On failure, restore the one that it replaces."""
-        aside = self._folder / f".replaced-{_PREFIX}{step:08d}"
+        aside = self._folder / f".replaced-{_STEP_PREFIX}{step:08d}"
         if self._path(step).exists():
             _remove(aside)
             self._path(step).rename(aside)
@@ -145,16 +145,16 @@ class CheckpointStore:
 
     def _discard(self, step: int) -> None:
         """Rename and then delete a checkpoint, so that an interrupted deletion leaves no damaged one."""
-        removing = self._folder / f".removing-{_PREFIX}{step:08d}"
+        removing = self._folder / f".removing-{_STEP_PREFIX}{step:08d}"
         _remove(removing)
         self._path(step).rename(removing)
         _remove(removing)
 
     def _recover(self) -> None:
         """After a crash, restore checkpoints that were being replaced, and remove partial folders."""
-        for path in self._folder.glob(f".replaced-{_PREFIX}*"):
+        for path in self._folder.glob(f".replaced-{_STEP_PREFIX}*"):
             self._settle(path)
-        for pattern in (f".writing-{_PREFIX}*", f".removing-{_PREFIX}*"):
+        for pattern in (f".writing-{_STEP_PREFIX}*", f".removing-{_STEP_PREFIX}*"):
             for path in self._folder.glob(pattern):
                 _remove(path)
 

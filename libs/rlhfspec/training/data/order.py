@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rlhfspec.errors import DataExhausted, InvalidRequest
 
 IndexArray = NDArray[np.int64]
-_KEPT = 4  # permutations; a step touches two epochs at most when the data is larger than the step
+_CACHED_PERMUTATIONS = 4  # permutations; a step touches two epochs at most when the data is larger than the step
 
 
 def num_steps(num_rows: int, prompts_per_step: int, epochs: int | None) -> int | None:
@@ -101,6 +101,6 @@ class Order:
     def _permutation(self, purpose: str) -> IndexArray:
         if purpose not in self._cache:
             self._cache[purpose] = permutation(self.seed, purpose, self.num_rows)
-            if len(self._cache) > _KEPT:
+            if len(self._cache) > _CACHED_PERMUTATIONS:
                 self._cache.popitem(last=False)
         return self._cache[purpose]

@@ -80,7 +80,7 @@ class Prompts:
             return Problem(field="spec.dataset.maxPromptTokens", value=self._dataset.max_prompt_tokens, problem=problem)
         of_chat = self._dataset.messages_column is not None
         field, maker = ("messagesColumn", "chat template") if of_chat else ("promptColumn", "tokenizer")
-        problem = f"the {maker} makes no token of any of the {len(lengths)} prompts"
+        problem = f"the {maker} produces no token for any of the {len(lengths)} prompts"
         return Problem(field=f"spec.dataset.{field}", problem=problem)
 
     @property
@@ -130,7 +130,7 @@ def load_tokenizer(model: Model) -> Any:
     except _LOAD_ERRORS as error:
         raise InvalidRequest(field, path, f"no tokenizer can be loaded from it: {first_line(error)}") from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # some classes load like this without their files
-        raise InvalidRequest(field, path, "its tokenizer knows no words: the folder lacks tokenizer.json")
+        raise InvalidRequest(field, path, "its tokenizer has no vocabulary: the folder lacks tokenizer.json")
     _check_ids(tokenizer, model.path, field, path)
     return tokenizer
 
@@ -146,7 +146,7 @@ def _check_ids(tokenizer: Any, model: str, field: str, path: str) -> None:
     in_template = [number for token, number in tokenizer.get_added_vocab().items() if token in template]
     largest = max([tokenizer.vocab_size - 1, *tokenizer(["a"])["input_ids"][0], *in_template])
     if largest >= num_rows:
-        problem = f"its tokens have ids up to {largest}, and the model's embedding {num_rows} rows"
+        problem = f"its tokens have ids up to {largest}, but the model's embedding has {num_rows} rows"
         raise InvalidRequest(field, path, problem)
 
 

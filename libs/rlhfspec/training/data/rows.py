@@ -87,7 +87,7 @@ def _from_hub(dataset: Dataset) -> Rows:
     try:
         loaded = datasets.load_dataset(dataset.path)
     except (OSError, ValueError, HfHubHTTPError) as error:
-        problem = f"neither a file beside the job nor a hub dataset that can be had: {first_line(error)}"
+        problem = f"neither a file beside the job nor a hub dataset that can be loaded: {first_line(error)}"
         raise unreadable(dataset.path, problem) from error
     return Rows(source=dataset.path, records=_split(loaded, dataset, dataset.path))
 
@@ -114,7 +114,7 @@ def held_out_of(rows: Rows, spec: Spec, base_folder: Path) -> tuple[Rows, Rows]:
         return rows, load_rows(spec.dataset.model_copy(update={"path": spec.evaluation.path}), base_folder)
     count = spec.evaluation.num_prompts
     if count >= len(rows):
-        problem = f"must be < {len(rows)}, the rows of the dataset that they are taken out of; or give evaluation.path"
+        problem = f"must be < {len(rows)}, the rows of the dataset they are taken from; or set evaluation.path"
         raise InvalidRequest("spec.evaluation.numPrompts", count, problem)
     return split(rows, count, spec.training.seed)
 

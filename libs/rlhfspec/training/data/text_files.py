@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhfspec.errors import JobError, Problem
 
-_FIELD = "spec.dataset.path"
+_DATASET_FIELD = "spec.dataset.path"
 MOST_PROBLEMS = 10  # further ones are only counted
 Found = tuple[int, Mapping[str, Any] | ValueError]  # a row's line, and the row or its error
 
@@ -34,7 +34,7 @@ def read_text_rows(path: Path) -> tuple[list[Mapping[str, Any]], list[int]]:
     except ValueError as error:  # the whole file is malformed
         raise unreadable(path, str(error)) from error
     problems = [
-        Problem(field=_FIELD, problem=str(row), where=f"{unit} {number}")
+        Problem(field=_DATASET_FIELD, problem=str(row), where=f"{unit} {number}")
         for number, row in rows
         if isinstance(row, ValueError)
     ]
@@ -70,7 +70,7 @@ def _object(value: Any) -> Mapping[str, Any]:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number; write null, or leave it out")
+    raise ValueError(f"{name} is not a JSON number; write null, or leave it out")
 
 
 def _csv_rows(data: bytes) -> Iterator[Found]:
@@ -99,7 +99,7 @@ def _bytes(path: Path) -> bytes:
         if path.suffix == ".gz":
             data = gzip.decompress(data)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise unreadable(path, f"is not a whole gzip file: {error}") from error
+        raise unreadable(path, f"is not a complete gzip file: {error}") from error
     except OSError as error:
         raise unreadable(path, f"cannot be read: {error.strerror}") from error
     return data.removeprefix(b"\xef\xbb\xbf")
@@ -113,4 +113,4 @@ def at_most(problems: list[Problem]) -> list[Problem]:
 
 
 def unreadable(source: object, problem: str) -> JobError:
-    return JobError(str(source), [Problem(field=_FIELD, problem=problem)])
+    return JobError(str(source), [Problem(field=_DATASET_FIELD, problem=problem)])

@@ -96,7 +96,7 @@ class Learner:
         training = spec.training
         self._share_prompts = training.share_prompts and not self._lora_dropout
         if training.share_prompts and self._lora_dropout and self._all.rank == 0:
-            log.info("every sample runs its own copy of the prompt: model.lora.dropout is drawn for each of them")
+            log.info("samples do not share their prompt in training: model.lora.dropout is drawn for each sample")
         modules: dict[str, Any] = {"policy": policy, "critic": critic}
         trunks = []
         for model in models:
@@ -144,7 +144,7 @@ class Learner:
         temperature = spec.generation.temperature
         if spec.training.exact_on_policy:
             if self._ranks.num_ranks > 1:
-                problem = f"runs on one rank, not on {self._ranks.num_ranks}"
+                problem = f"needs a single rank, not {self._ranks.num_ranks}"
                 raise InvalidRequest("spec.training.exactOnPolicy", True, problem)
             from rlhfspec.training.modeling.exact import ExactForward, check_exact
 

@@ -62,8 +62,8 @@ class ActivationRoom:
         room = fits_into(free, trained)
         fits = None not in self._kept and needed <= room
         log.info(
-            "a micro-batch keeps %.2f GiB of activations where there is room for %.2f: layers are %s",
-            needed / GIB, room / GIB, "kept" if fits else "computed again in the backward pass",
+            "a micro-batch has %.2f GiB of activations, and there is room for %.2f GiB: they are %s",
+            needed / GIB, room / GIB, "kept" if fits else "recomputed in the backward pass",
         )  # fmt: skip
         return fits
 

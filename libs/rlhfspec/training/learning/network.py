@@ -91,7 +91,7 @@ class Network:
         own = self.module.state_dict()
         for name, tensor in weights.items():
             if name not in own or whole_shape(own[name].shape, self._shares.get(name)) != torch.Size(tensor.shape):
-                raise StorageError("checkpoint", f"its weight {name} {list(tensor.shape)} is none of this job's model")
+                raise StorageError("checkpoint", f"its weight {name} {list(tensor.shape)} does not fit the job's model")
         with torch.no_grad():
             for name, tensor in weights.items():
                 own[name].copy_(_like(own[name], tensor, self._shares.get(name)))
@@ -115,7 +115,7 @@ class Network:
         rates = [{name: group[name] for name in ("lr", "initial_lr")} for group in self._optimizer.param_groups]
         groups = [dict(group) | rate for group, rate in zip(state["param_groups"], rates, strict=False)]
         if [len(group["params"]) for group in groups] != [len(g["params"]) for g in self._optimizer.param_groups]:
-            raise StorageError("checkpoint", "its optimizer state is not of this job's model")
+            raise StorageError("checkpoint", "its optimizer state does not fit the job's model")
         self._optimizer.load_state_dict({"state": of_parameters, "param_groups": groups})
 
     def _kept(self, place: int, value: Any) -> Any:

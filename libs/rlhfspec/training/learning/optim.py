@@ -15,10 +15,10 @@ from torch.optim import lr_scheduler
 from rlhfspec import job
 from rlhfspec.errors import InvalidRequest, did_you_mean
 
-_REFUSED = {
+_REFUSED_CLASSES = {
     "LBFGS": "it evaluates the loss several times a step",
-    "SparseAdam": "no gradient here is sparse",
-    "ReduceLROnPlateau": "it needs a number to watch, and what a step brings is too noisy for it",
+    "SparseAdam": "there are no sparse gradients",
+    "ReduceLROnPlateau": "it needs a metric to watch, and those of a step are too noisy",
 }
 
 
@@ -29,7 +29,7 @@ def make_optimizer(
     known = _class(settings.name, torch.optim, torch.optim.Optimizer, f"{field}.name")
     arguments = dict(settings.arguments)
     if "lr" in arguments:
-        raise InvalidRequest(f"{field}.arguments", settings.arguments, f"lr is given by {field}.learningRate")
+        raise InvalidRequest(f"{field}.arguments", settings.arguments, f"lr must be set in {field}.learningRate")
     if settings.name in ("Adam", "AdamW", "SGD", "Adagrad"):
         arguments = {"fused": not {"fused", "foreach", "differentiable"} & set(arguments)} | arguments
     trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -50,7 +50,7 @@ def make_schedule(
         return lr_scheduler.LambdaLR(optimizer, _warmed_up(_SHAPES[settings.name], settings.warmup_steps, num_updates))
     known = _class(settings.name, lr_scheduler, lr_scheduler.LRScheduler, f"{field}.name", also=tuple(_SHAPES))
     if settings.warmup_steps:
-        problem = f"only {', '.join(_SHAPES)} warm up; give {settings.name} what it needs in arguments"
+        problem = f"must be 0 with {settings.name}: only {', '.join(_SHAPES)} warm up"
         raise InvalidRequest(f"{field}.warmupSteps", settings.warmup_steps, problem)
     try:
         return known(optimizer, **settings.arguments)  # type: ignore[no-any-return]
@@ -84,8 +84,8 @@ def _warmed_up(shape: Callable[[float], float], warmup: int, total: int) -> Call
 
 
 def _class(name: str, home: Any, kind: type, field: str, also: tuple[str, ...] = ()) -> Any:
-    if name in _REFUSED:
-        raise InvalidRequest(field, name, f"does not fit: {_REFUSED[name]}")
+    if name in _REFUSED_CLASSES:
+        raise InvalidRequest(field, name, f"does not fit: {_REFUSED_CLASSES[name]}")
     module_name, separator, class_name = name.rpartition(":")
     if separator:
         try:

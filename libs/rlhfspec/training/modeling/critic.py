@@ -17,7 +17,7 @@ from rlhfspec.huggingface.structure.causal_lm import CausalLM, within_positions
 from rlhfspec.training.modeling.loading import load_causal_lm, prepared
 from rlhfspec.training.modeling.packed import PackedRow, hidden_states
 
-_FILE = "critic.safetensors"
+_CRITIC_FILE = "critic.safetensors"
 
 
 class Critic(nn.Module):
@@ -41,7 +41,7 @@ class Critic(nn.Module):
 
         folder.mkdir(parents=True, exist_ok=True)
         self.trunk.config.save_pretrained(folder)
-        save_model(self, str(folder / _FILE))
+        save_model(self, str(folder / _CRITIC_FILE))
 
 
 def load_critic(
@@ -49,7 +49,7 @@ def load_critic(
 ) -> Critic:
     """Load a saved critic, or add a head to a causal LM. Arguments as in `load_causal_lm`."""
     path, field = (model.path, "spec.model.path") if model.critic is None else (model.critic, "spec.model.critic")
-    if not (Path(path) / _FILE).exists():
+    if not (Path(path) / _CRITIC_FILE).exists():
         trunk = load_causal_lm(
             path, field=field, dtype=model.dtype, max_context=max_context, only_trunk=True, stored=stored, ranks=ranks
         )
@@ -68,13 +68,13 @@ def _saved_critic(folder: Path, field: str, dtype: str, max_context: int) -> Cri
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
         examine(model, name=field, max_context=within_positions(model, max_context))
         critic = Critic(model)
-        missing, unexpected = load_model(critic, str(folder / _FILE), strict=False)
+        missing, unexpected = load_model(critic, str(folder / _CRITIC_FILE), strict=False)
         prepared(model, dtype=dtype, max_context=max_context, name=field)  # the trunk with the critic's own weights
         critic.score.to(critic.trunk.get_input_embeddings().weight.dtype)
     except LOAD_ERRORS as error:
         if isinstance(error, InvalidRequest):
             raise
-        problem = f"is no critic that can be loaded: {str(error).strip().splitlines()[-1].strip()}"
+        problem = f"is not a loadable critic: {str(error).strip().splitlines()[-1].strip()}"
         raise InvalidRequest(field, str(folder), problem) from error
     refuse_other_weights(missing, unexpected, field=field, path=str(folder))
     return critic

@@ -51,7 +51,7 @@ from rlhfspec.training.modeling.one_call import RowPart
 from rlhfspec.training.modeling.packed import PackedRow
 from rlhfspec.training.modeling.probed import answers, every_row, probes_of, random_keys
 
-_ATTENTION_NAME = "rlhfspec_exact"
+_EXACT_ATTENTION = "rlhfspec_exact"
 _BLOCK_SIZE = 16  # of the scratch keys and values; bits do not depend on it
 
 
@@ -94,8 +94,8 @@ class ExactForward(TorchForward):
         self._cache = _Scratch(kept_as, *cache_shape(self.parts.anatomy.attentions))
         self._row: _AttentionRow | None = None
         self._packed_versions: list[int] | None = None
-        AttentionInterface.register(_ATTENTION_NAME, attend)
-        self.model.set_attn_implementation(_ATTENTION_NAME)
+        AttentionInterface.register(_EXACT_ATTENTION, attend)
+        self.model.set_attn_implementation(_EXACT_ATTENTION)
         use_eager_experts(self.model)
         self._prove(probes, reference)
 

@@ -72,7 +72,7 @@ def load_causal_lm(
             raise InvalidRequest(*refusal)
         anatomy, report = found
         return _made_ready(_in_its_type(model, dtype, stored), Anatomy.of(anatomy), ModelReport(**report))
-    found, refusal = None, (field, str(path), "rank 0 could not try it")
+    found, refusal = None, (field, str(path), "rank 0 failed before it could check the model")
     try:
         model = prepared(model, **options)
         found = anatomy_of(model).fields(), asdict(report_of(model))

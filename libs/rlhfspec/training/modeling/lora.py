@@ -30,7 +30,7 @@ def add_lora(model: Any, lora: job.Lora, *, seed: int) -> None:
         try:
             inject_adapter_in_model(config, model, _ADAPTER)
         except ValueError as error:
-            problem = f"no layer of {type(model).__name__} takes the update: {str(error).splitlines()[0]}"
+            problem = f"no layer of {type(model).__name__} can take the LoRA update: {str(error).splitlines()[0]}"
             raise InvalidRequest("spec.model.lora.targetModules", lora.target_modules, problem) from error
     _check_targets(model, lora)
     model.eval()
@@ -45,9 +45,9 @@ def _check_targets(model: Any, lora: job.Lora) -> None:
             continue
         problem = ""
         if not hasattr(module.base_layer, "weight"):
-            problem = f"{name} holds many matrices (experts), of which updates are not supported: name other layers"
+            problem = f"{name} holds many matrices (experts), which LoRA does not support here: name other layers"
         elif name not in called and name.rpartition(".")[0] in called:
-            problem = f"{name} does not run itself, other code reads its weight past the update: name other layers"
+            problem = f"{name} is never called: other code reads its weight, without the update; name other layers"
         if problem:
             raise InvalidRequest("spec.model.lora.targetModules", lora.target_modules, problem)
 

@@ -110,6 +110,6 @@ def agrees(
         lambda: attention(q, k, v, parts, spec, dim**-0.5), lambda: twin(q, k, v, parts, spec, dim**-0.5)
     )
     if wrong:
-        kind = f"{heads} heads of {dim} over {kv_heads} in {str(dtype).removeprefix('torch.')}"
-        log.warning("attention of %s runs sequence by sequence: %s", kind, wrong)
+        kind = f"{heads} heads of size {dim} and {kv_heads} KV heads in {str(dtype).removeprefix('torch.')}"
+        log.warning("attention with %s runs one sequence at a time: %s", kind, wrong)
     return not wrong

@@ -30,7 +30,7 @@ from rlhfspec.huggingface.structure.causal_lm import anatomy_of, run_trunk
 from rlhfspec.training.modeling import one_call
 from rlhfspec.training.modeling.one_call import RowPart
 
-_ATTENTION_NAME = "rlhfspec_packed"
+_PACKED_ATTENTION = "rlhfspec_packed"
 _SPEC = "rlhfspec_attention"  # on an attention module: its AttentionSpec
 
 
@@ -116,10 +116,10 @@ def use_packed_attention(model: Any) -> None:
     for spec in anatomy_of(model).attentions:
         module, seen = model.get_submodule(spec.path), first.setdefault(spec.path, spec)
         if (seen.window, seen.chunk) != (spec.window, spec.chunk):
-            raise UnsupportedModel("model", type(module).__name__, "an attention that sees more when it runs again")
+            raise UnsupportedModel("model", type(module).__name__, "attention that runs twice with different windows")
         keep_spec(module, spec)
-    AttentionInterface.register(_ATTENTION_NAME, attend)
-    model.set_attn_implementation(_ATTENTION_NAME)
+    AttentionInterface.register(_PACKED_ATTENTION, attend)
+    model.set_attn_implementation(_PACKED_ATTENTION)
 
 
 def keep_spec(module: Any, spec: AttentionSpec) -> None:

@@ -19,7 +19,7 @@ from rlhfspec.huggingface.structure.attention import AttentionSpec, as_before
 from rlhfspec.huggingface.structure.causal_lm import anatomy_of
 from rlhfspec.training.modeling.packed import PackedRow, pack_sequences
 
-_NAME = "rlhfspec_probed"
+_PROBED_ATTENTION = "rlhfspec_probed"
 
 
 def probes_of(model: Any, max_context: int) -> tuple[Probe, ...]:
@@ -53,11 +53,11 @@ def random_keys(model: Any, probes: Sequence[Probe], function: Callable[..., Any
     """Route one forward's attention to `function`, replacing each probe's first keys and values by random ones."""
     starts = accumulate((len(probe.tokens) for probe in probes), initial=0)
     places = tuple(slice(start, start + probe.num_random) for start, probe in zip(starts, probes, strict=False))
-    AttentionInterface.register(_NAME, _attend_probed)
+    AttentionInterface.register(_PROBED_ATTENTION, _attend_probed)
     token = _probed.set(_Probed(function, iter(anatomy_of(model).attentions), places))
     try:
         with as_before(model):
-            model.set_attn_implementation(_NAME)
+            model.set_attn_implementation(_PROBED_ATTENTION)
             yield
     finally:
         _probed.reset(token)

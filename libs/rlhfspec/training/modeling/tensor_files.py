@@ -15,7 +15,7 @@ from safetensors.torch import _TYPES
 from rlhfspec.errors import StorageError
 
 SAME_AS = "same_as"  # metadata: a JSON object, name -> the name it is stored under
-_NAMES = {dtype: name for name, dtype in _TYPES.items()}
+_TYPE_IDS = {dtype: name for name, dtype in _TYPES.items()}
 _CHUNK_BYTES = 16 << 20  # copied from a device at a time
 
 
@@ -57,7 +57,7 @@ def _header(tensors: Mapping[str, torch.Tensor], notes: Mapping[str, str]) -> by
     for name in _in_order(tensors):
         tensor = tensors[name]
         stop = start + tensor.nbytes
-        described[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, stop]}
+        described[name] = {"dtype": _TYPE_IDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, stop]}
         start = stop
     text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
     return text.ljust((len(text) + 7) // 8 * 8)

@@ -34,7 +34,7 @@ from rlhfspec.huggingface.cutting import (
 )
 from rlhfspec.training.modeling.stored import Share
 
-_ATTRIBUTE = "rlhfspec_shares"  # on a module: this rank's shares of its weights
+_SHARES_ATTRIBUTE = "rlhfspec_shares"  # on a module: this rank's shares of its weights
 
 
 def cut(model: Any, group: Ranks | None, *, field: str) -> None:
@@ -61,7 +61,7 @@ def shares_of(module: nn.Module) -> dict[str, Share]:
     return {
         f"{path}.{leaf}": part
         for path, inner in module.named_modules()
-        for leaf, part in getattr(inner, _ATTRIBUTE, {}).items()
+        for leaf, part in getattr(inner, _SHARES_ATTRIBUTE, {}).items()
     }
 
 
@@ -80,7 +80,7 @@ def _take_part(module: Any, style: str, group: Ranks, made: dict[int, nn.Paramet
             made[id(made[id(parameter)])] = made[id(parameter)]
         module._parameters[leaf] = made[id(parameter)]
     if shares:
-        object.__setattr__(module, _ATTRIBUTE, shares)
+        object.__setattr__(module, _SHARES_ATTRIBUTE, shares)
     if isinstance(module, nn.Linear):
         module.out_features, module.in_features = module.weight.shape
 

@@ -28,7 +28,7 @@ from rlhfspec.training.planning.shape import ModelShape
 
 BYTES = {"float32": 4, "bfloat16": 2}
 _MOMENTS = {"SGD": 1, "Adagrad": 1, "RMSprop": 1}  # other optimizers have Adam's two
-_KEPT_CONTEXTS = 9  # of a scorer: the one that runs, and cached prompts
+_SCORER_CONTEXTS = 9  # of a scorer: the one that runs, and cached prompts
 _TREE_ROWS = 17  # per sequence in the largest step: itself and 16 nodes
 _PREFILL_ROWS = 512
 
@@ -84,7 +84,7 @@ def trainer(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int) -> Ne
     )
     parts["activations"] = max(activations(spec, shape, num_tokens, again=again) for shape, _ in models)
     return Needs(role="trainer", count=spec.roles.trainer.ranks, parts=parts, notes=(
-        f"{num_tokens} tokens a micro-batch, layers {'computed again' if again else 'kept'}",
+        f"{num_tokens} tokens a micro-batch, activations {'recomputed' if again else 'kept'}",
     ))  # fmt: skip
 
 
@@ -146,7 +146,7 @@ def generator(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int, cou
 
 def scorer(spec: job.Spec, shape: ModelShape, stage: str, count: int) -> Needs:
     size = BYTES[spec.model.dtype]
-    kv = _KEPT_CONTEXTS * (spec.max_context + 32) * shape.num_layers * shape.kv_width * size
+    kv = _SCORER_CONTEXTS * (spec.max_context + 32) * shape.num_layers * shape.kv_width * size
     parts = {"weights": shape.num_parameters * size, "KV": kv, "forwards": _forward(shape, size, 0)}
     return Needs(role=stage, count=count, parts=parts)
 

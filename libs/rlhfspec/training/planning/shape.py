@@ -68,7 +68,7 @@ def shape_of(config: Any, *, name: str) -> ModelShape:
         with torch.device("meta"):
             model = maker.from_config(config)
     except LOAD_ERRORS as error:
-        raise InvalidRequest(name, type(config).__name__, f"is no causal LM: {first_line(error)}") from error
+        raise InvalidRequest(name, type(config).__name__, f"is not a causal LM: {first_line(error)}") from error
     text = config.get_text_config(decoder=True)
     heads = text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // heads

@@ -28,9 +28,9 @@ Pair = tuple[Sequence[int], Sequence[int]]  # token ids of a prompt and of its r
 Scored = list[float] | InvalidRequest | NumericalError  # a number for each response token, or the error
 
 _BLOCK_SIZE = 16
-_KEPT_CONTEXTS = 8  # room for cached prompts, in sequences of the longest kind
+_CACHED_CONTEXTS = 8  # room for cached prompts, in sequences of the longest kind
 _CHUNK_TOKENS = 512  # rows of one forward: enough for the kernels' full speed
-_AT_ONCE = 64  # sequences requested together, and lost with a worker that dies
+_SEQUENCES_A_BATCH = 64  # sequences requested together, and lost with a worker that dies
 _LOGITS_AT_A_TIME = 1 << 26  # 256 MB in float32
 
 
@@ -106,14 +106,14 @@ class SequenceRows:
                 device=torch.device(device),
                 max_context=max_context,
                 num_blocks=num_blocks,
-                num_spare_blocks=_KEPT_CONTEXTS * num_blocks if keep_prompts or not on_cpu else 0,
+                num_spare_blocks=_CACHED_CONTEXTS * num_blocks if keep_prompts or not on_cpu else 0,
                 block_size=_BLOCK_SIZE,
                 exact_rows=0 if on_cpu else _CHUNK_TOKENS,
                 must_be_exact=False,
             ),
         )
         self._kept = KeptPrompts(num_blocks=len(self.runner.kv), block_size=_BLOCK_SIZE)
-        self.at_once = _AT_ONCE if self.runner.config.exact_rows else 1
+        self.at_once = _SEQUENCES_A_BATCH if self.runner.config.exact_rows else 1
         self._slot_table = np.zeros((self.at_once, num_blocks * _BLOCK_SIZE), np.int32)
         most = _CHUNK_TOKENS if self.at_once > 1 else _LOGITS_AT_A_TIME // self.runner.vocab_size
         self._chunk_tokens = max(1, min(_CHUNK_TOKENS, most))

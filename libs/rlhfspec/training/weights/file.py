@@ -30,7 +30,7 @@ from rlhfspec.training.modeling.digest import (
 from rlhfspec.training.modeling.tensor_files import read_noted, sync, write_tensors
 from rlhfspec.training.weights.base import StateDict, StorePlace, not_kept, refuse_other, retired, weights_record
 
-_SCHEME = "file:"
+_FILE_SCHEME = "file:"
 SUFFIX = ".safetensors"
 HASHES = "hashes"  # note with digest and checksum
 NOT_YET_HASHED = "?" * 97  # as long as digest and checksum
@@ -62,10 +62,10 @@ class FileWeightStore:
             writing.unlink(missing_ok=True)
         if version in retired(self._kept(job, role), self._keep):
             self._remove([path])
-        return weights_record(job, role, version, uri=f"{_SCHEME}{path}", digest=hashes[0])
+        return weights_record(job, role, version, uri=f"{_FILE_SCHEME}{path}", digest=hashes[0])
 
     def get(self, record: Weights) -> dict[str, torch.Tensor]:
-        path = Path(record.uri.removeprefix(_SCHEME))
+        path = Path(record.uri.removeprefix(_FILE_SCHEME))
         try:
             file = path.stat()
             tensors, notes = read_noted(path)

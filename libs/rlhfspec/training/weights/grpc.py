@@ -17,7 +17,7 @@ from rlhfspec.training.weights.grpc_server import GrpcWeightServer, KeptVersions
 from rlhfspec.training.weights.packed import PackedWeights, machine_memory, pack
 
 __all__ = ["GrpcWeightStore", "channel_credentials"]
-_SCHEME = "grpc:"
+_GRPC_SCHEME = "grpc:"
 _STALL_SECONDS = 5.0
 _FETCH_SECONDS = 60.0  # long enough for a restart of the trainer
 
@@ -72,7 +72,7 @@ class GrpcWeightStore:
         self._kept.make_room(key)
         packed = pack(job, role, version, state_dict, self._kept.buffers)
         self._kept.add(key, packed)
-        return weights_record(job, role, version, uri=f"{_SCHEME}{role}/{version}", digest=packed.header.digest)
+        return weights_record(job, role, version, uri=f"{_GRPC_SCHEME}{role}/{version}", digest=packed.header.digest)
 
     def get(self, record: Weights) -> dict[str, torch.Tensor]:
         key = (record.job, record.role, record.version)

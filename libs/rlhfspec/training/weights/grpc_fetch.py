@@ -12,7 +12,7 @@ from rlhfspec.training.weights.grpc_client import FetchOutcome, GrpcWeightClient
 from rlhfspec.training.weights.packed import PackedWeights
 
 log = logging.getLogger(__name__)
-_RETRY_SECONDS = 0.1
+_FETCH_RETRY_SECONDS = 0.1
 MAX_WRONG = 3  # attempts with bytes that do not match the record
 BUSY = 10  # factor of `wait_seconds` for a busy trainer
 
@@ -50,8 +50,8 @@ class Fetch:
                 return outcome.packed
             if outcome is not None and outcome.kind == "busy":
                 since = min(clock.now(), began + BUSY * self._wait_seconds)
-            self._client.closed.wait(_RETRY_SECONDS)
-        raise self._error(f"could not be had: {self._problem}")
+            self._client.closed.wait(_FETCH_RETRY_SECONDS)
+        raise self._error(f"could not be fetched: {self._problem}")
 
     def _from_trainer(self) -> FetchOutcome | None:
         """Fetch from the trainer, or return None if peers should be tried."""

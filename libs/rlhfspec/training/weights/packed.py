@@ -65,10 +65,10 @@ class WeightsHeader(WeightsMessage):
             if dtype not in DTYPES:
                 raise _malformed(f"tensor {name[:80]!r} is of type {dtype[:80]!r}, which is not known")
             if len(shape) > MAX_DIMENSIONS or any(not 0 <= size < 1 << 63 for size in shape):
-                raise _malformed(f"tensor {name[:80]!r} has no shape that can be")
+                raise _malformed(f"tensor {name[:80]!r} has an impossible shape")
         names = [name for name, _, _ in self.tensors]
         if any(first >= second for first, second in pairwise(names)):
-            raise _malformed("names are not in order, each once")
+            raise _malformed("names must be sorted and unique")
         known = set(names)
         for name, stored in self.same_as.items():
             if name in known or stored not in known or stored >= name:
@@ -158,7 +158,7 @@ def described_tensors(what: str, state_dict: StateDict) -> tuple[list[tuple[str,
     found = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in stored.items()]
     for name, dtype, _ in found:
         if dtype not in DTYPES:
-            raise StorageError(what, f"tensor {name!r} is of type {dtype}, which cannot be handed out")
+            raise StorageError(what, f"tensor {name!r} is of type {dtype}, which cannot be sent")
     return found, same_as
 
 

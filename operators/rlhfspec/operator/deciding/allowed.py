@@ -51,7 +51,7 @@ def not_allowed(known: Situation) -> str:
         for field in refused(template, allowed.of_role(role), path):
             return f"{field}: not allowed{whose} by jobs.allowed of the operator's chart"
         for field in _taken(template, known.settings.pod_template, path):
-            return f"{field}: names what belongs to the operator or its chart; take another name"
+            return f"{field}: this name is reserved by the operator or its chart; choose another"
     for role in names.ROLES:
         image = getattr(known.spec.roles, role).image
         if image is not None and not _is_allowed(_Field(f"{CONTAINERS_PATH}.image", "", image), allowed.of_role(role)):

@@ -10,7 +10,7 @@ Example:
     >>> end_of(pod).failure, end_of(pod).message
     ('killed', 'it took more memory than its limit')
     >>> end_of(replace(pod, terminated=Terminated(137, message="W1128 no triton"))).message
-    'killed by SIGKILL; its words: kubectl rlhf why'
+    'killed by SIGKILL; details: kubectl rlhf why'
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ BROKEN_SECONDS = 2
 COMPLETED, _LEFT = "completed:", "left:"  # prefixes of a worker's last line
 _RANK = r"(?:killed by SIG[A-Z]{2,8}|ended with exit code [0-9]{1,3}) \(rank [0-9]+ of [0-9]+ on node [0-9]+\)"
 _PUBLIC = re.compile(rf"completed: step [0-9]+|completed:|left:|{_RANK}")
-_FIELD = re.compile(r"(spec(?:\.[a-zA-Z]{1,40}(?:\[[0-9]{1,3}\])?){1,6})[: ]")
-WHERE = "its words: kubectl rlhf why"
+_SPEC_FIELD = re.compile(r"(spec(?:\.[a-zA-Z]{1,40}(?:\[[0-9]{1,3}\])?){1,6})[: ]")
+WHERE = "details: kubectl rlhf why"
 # Pod reasons caused by node or cluster, not by the job.
 DISRUPTIONS = {
     "Evicted", "NodeLost", "NodeShutdown", "Terminated", "Preempting", "UnexpectedAdmissionError", "NodeAffinity",
@@ -61,14 +61,14 @@ def end_of(pod: PodView) -> PodEnd:
     fact = _fact_of(message)
     if pod.phase == "Succeeded":
         if pod.role in BY_NAME and not message.startswith((COMPLETED, _LEFT)):  # such as a reward that ends its process
-            return PodEnd("failure", "error", 0, "Error", f"{said(0)}, and it was not asked to")
+            return PodEnd("failure", "error", 0, "Error", f"{said(0)}, without being asked to stop")
         return PodEnd("left" if pod.role == "trainer" and not message.startswith(COMPLETED) else "completed",
                    exit_code=0, reason="Completed", message=fact)  # fmt: skip
     why = pod.why if pod.why and pod.why.reason in DISRUPTIONS else pod.disruption
     if why is not None:
         return PodEnd("disruption", exit_code=code, reason=why.reason, message=why.message)
     if ended is None or code is None:  # no container status
-        said_of_pod = pod.why.message if pod.why else "it failed, and nothing says how"
+        said_of_pod = pod.why.message if pod.why else "it failed for an unknown reason"
         return PodEnd("disruption", reason=pod.why.reason if pod.why else "Unknown", message=said_of_pod)
     if ended.reason == "OOMKilled":
         return PodEnd("failure", "killed", code, "OOMKilled", "it took more memory than its limit")
@@ -87,7 +87,7 @@ def _fact_of(words: str) -> str:
     """
     if found := _PUBLIC.match(words):
         return found[0]
-    if found := _FIELD.match(words):
+    if found := _SPEC_FIELD.match(words):
         return f"{found[1]} is refused"
     if is_about_storage_away(words):
         return "storage away: it does not answer"

@@ -18,7 +18,7 @@ from rlhfspec.operator.making.workloads import WORKLOAD_KIND as WORKLOAD
 from rlhfspec.worker.exits import is_about_full_disk
 
 READY_SECONDS, FIRST_READY_SECONDS = 60.0, 300.0  # allowed time without readiness, once the job ran and before
-_STEADY_SECONDS = 30.0  # a worker that failed repeatedly must be ready for this long
+_STEADY_WORKER_SECONDS = 30.0  # a worker that failed repeatedly must be ready for this long
 PULL_REASONS = {
     "ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError",
     "RegistryUnavailable",
@@ -33,7 +33,7 @@ ABOUT_VOLUMES = re.compile(r"persistent ?volume|volume node affinity", re.IGNORE
 NOT_THERE = re.compile(r'(secret|configmap) "[^"]*" not found|references non-existent (secret|config) key')
 # Refusal reasons: the name belongs to a foreign object, or to an older job of the same name.
 IN_THE_WAY, LEAVING = "AlreadyExists", "Leaving"
-_REPORTED = {  # message prefixes, followed by the names of workers
+_TROUBLE_MESSAGES = {  # message prefixes, followed by the names of workers
     "BrokerUnavailable": "NATS or Redis does not answer ",
     "RecordUndeliverable": "a record could not be handled, as reported by ",
     "RewardFailing": "a reward fails in ",
@@ -75,20 +75,20 @@ def spec_problem(known: Situation) -> str:
     """Return the first problem of the job's fields, or an empty text."""
     job = known.job
     if job.job is None:
-        return str(job.problems[0]) if job.problems else "it cannot be read"
+        return str(job.problems[0]) if job.problems else "the job cannot be read"
     if problem := not_allowed(known):
         return problem
     storage = job.job.spec.storage
     if not (storage.uri or storage.claim or known.settings.claim):
         return (
-            "spec.storage.claim: name a PersistentVolumeClaim of this namespace, or an object store as "
-            "spec.storage.uri: the operator has no claim by default"
+            "spec.storage.claim: must name a PersistentVolumeClaim of this namespace, unless spec.storage.uri names an "
+            "object store: the operator has no default claim"
         )
     if kueue.is_queued(known) and not known.settings.kueue:
-        return "spec.scheduling.gang: kueue is not among operator.gang of the operator's chart: add it there"
+        return "spec.scheduling.gang: kueue is not enabled: add it to operator.gang of the operator's chart"
     if (nodes := job.job.spec.roles.trainer.nodes) > 1 and storage.uri:
         return (
-            f"spec.roles.trainer.nodes: {nodes}: ranks write checkpoints into one folder, which needs a storage.claim"
+            f"spec.roles.trainer.nodes: {nodes}: several nodes need a storage.claim for their common checkpoint folder"
         )
     return _too_many(job.job, known.settings.max_workers)
 
@@ -102,8 +102,8 @@ def _too_many(job: RLHFJob, most: int) -> str:
         return ""
     field = "nodes" if role == "trainer" else "workers"
     return (
-        f"spec.roles.{role}.{field}: {counts[role]}, so {sum(counts.values())} pods in all; the operator allows a job "
-        f"{most} (jobs.maxWorkers of its chart)"
+        f"spec.roles.{role}.{field}: {counts[role]}, which makes {sum(counts.values())} pods; the operator allows "
+        f"{most} per job (jobs.maxWorkers of its chart)"
     )
 
 
@@ -126,7 +126,7 @@ def _down(known: Situation) -> Iterator[tuple[str, WorkerMemory]]:
         memory, pod = known.memory.of_worker(worker_name(key)), known.by_key.get(key)
         is_back = pod is not None and pod.ready and pod.uid != memory.pod
         if is_back and pod is not None and memory.num_failures >= 2:
-            is_back = known.seconds_since(pod.ready_changed or pod.created) >= _STEADY_SECONDS
+            is_back = known.seconds_since(pod.ready_changed or pod.created) >= _STEADY_WORKER_SECONDS
         if memory.reason and not is_back:
             yield worker_name(key), memory
 
@@ -145,7 +145,7 @@ def _bad_config(known: Situation) -> Iterator[str]:
         yield problem
     for refusal in _refusals(known):
         if refusal.reason == IN_THE_WAY:
-            yield f"{refusal.kind} {refusal.name} is there already, and is not of this job: remove it"
+            yield f"{refusal.kind} {refusal.name} already exists and does not belong to this job: remove it"
 
 
 def _missing_secret(known: Situation) -> Iterator[str]:
@@ -224,8 +224,8 @@ def _node_lost(known: Situation) -> Iterator[str]:
             continue
         if known.is_lost(pod) and pod.role == "trainer":
             yield (
-                f"{pod.name} is on node {pod.node}, which does not answer. It is not made elsewhere, because it may "
-                "still write the run folder: bring the node back, or, once that machine is off for certain, "
+                f"{pod.name} is on node {pod.node}, which does not answer. It is not recreated, because it may still "
+                "write to the run folder. Bring the node back, or switch the machine off and run "
                 f"kubectl delete pod {pod.name} --force"
             )
         elif known.is_lost(pod) or (pod.disruption is not None and pod.disruption.reason in LOST_REASONS):
@@ -262,7 +262,7 @@ def _trouble(reason: str) -> Find:
         for trouble in known.fresh_report.troubles if known.fresh_report else ():
             if trouble.reason == reason:
                 workers = ", ".join(trouble.workers) or names.CONTROL
-                yield f"{_REPORTED[reason]}{workers}; {WHERE}"
+                yield f"{_TROUBLE_MESSAGES[reason]}{workers}; {WHERE}"
 
     return find
 
@@ -299,7 +299,7 @@ def _not_ready(known: Situation) -> Iterator[str]:
         yield f"{name}: {memory.message or memory.reason}; it is started again"
     for refusal in _refusals(known):
         if refusal.reason == LEAVING:
-            yield f"{refusal.name} of an older job of this name is still ending"
+            yield f"{refusal.name} of an older job with this name is still terminating"
     for pod in _pods(known):
         if pod.role == names.PREPARE:
             continue
@@ -313,19 +313,19 @@ CAUSES = (
         "BadConfig",
         "A field of the job is wrong or names a missing object, or a foreign object has a name that the job needs. The "
         "message names it.",
-        "Correct the field, or create a new job if the field is immutable by now. Remove the foreign object. The job "
-        "then continues.",
+        "Correct the field, or create a new job if the field can no longer be changed. Remove the foreign object. The "
+        "job then continues.",
         _bad_config,
     ),
     Cause(
         "Queued",
-        "The job waits in a queue of Kueue, or was evicted. The message is Kueue's own.",
+        "The job waits in a queue of Kueue, or was evicted. The message comes from Kueue.",
         "Wait. If the job requests more than the queue's whole quota: lower roles.ROLE.resources, or raise the quota.",
         kueue.why_it_waits,
     ),
     Cause(
         "MissingSecret",
-        "A pod cannot start: a Secret or ConfigMap that it mounts or reads is not there.",
+        "A pod cannot start: a Secret or ConfigMap that it mounts or reads is missing.",
         "Create it. The operator recreates its own (NAME-ROLE-UID, NAME-connections-UID).",
         _missing_secret,
     ),
@@ -343,7 +343,7 @@ CAUSES = (
     ),
     Cause(
         "ImagePull",
-        "A node cannot get an image.",
+        "A node cannot pull an image.",
         "Check the image's name, the registry, and the pull secret of the chart's values.",
         _image_pull,
     ),
@@ -437,8 +437,8 @@ OTHERS = {
         "activeDeadlineSeconds or preRunningDeadlineSeconds has passed.",
         "Raise it, or find out what took so long.",
     ),
-    "FailurePolicy": ("A worker ended with an exit code that a rule answers with FailJob.", "Read its log."),
-    "WorkerFailed": ("A worker ended with an error that a restart cannot mend (exit code 78).", "Read its log."),
+    "FailurePolicy": ("A worker ended with an exit code whose failurePolicy rule is FailJob.", "Read its log."),
+    "WorkerFailed": ("A worker ended with an error that a restart cannot fix (exit code 78).", "Read its log."),
     "OperatorError": (
         "The operator cannot process the job, which did not fail. It retries each minute.",
         "Report the message and the job. Changing the field that the message names may help.",

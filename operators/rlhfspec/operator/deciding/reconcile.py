@@ -124,7 +124,7 @@ def _look_at_deadlines(known: Situation) -> tuple[Situation, Actions]:
             continue
         at = memory.opened + timedelta(seconds=allowed)
         if known.now >= at:
-            known = known.ended("Failed", "DeadlineExceeded", f"spec.{field}: {written} s are over")
+            known = known.ended("Failed", "DeadlineExceeded", f"spec.{field}: {written} s have passed")
         else:
             waits += known.requeued_at(at)
     return known, waits

@@ -20,16 +20,16 @@ _COUNTS_SECONDS, GAUGES_SECONDS = 1.0, 5.0
 COUNTS = ("step", "totalSteps", "shown", "checkpointStep")  # counts of `progress`; the rest are gauges
 # Phases of a job: one word that sums up the conditions.
 PHASES = {
-    "Terminating": "It was deleted, and its pods are ending.",
+    "Terminating": "The job was deleted, and its pods are terminating.",
     "Succeeded": "Its last step was trained.",
-    "Failed": "It cannot go on; the reason says why.",
-    "Suspending": "It was suspended, or evicted by Kueue. Its pods are ending, the trainer's first, after a "
+    "Failed": "It cannot continue; the reason says why.",
+    "Suspending": "It was suspended, or evicted by Kueue. Its pods are terminating, the trainer's first, after a "
     "checkpoint.",
     "Suspended": "It is suspended. No pod of it runs.",
     "Pending": "No pod of it runs yet, or it waits for Kueue.",
-    "Preparing": "`prepare` checks it and makes its run folder.",
+    "Preparing": "`prepare` checks it and creates its run folder.",
     "Running": "All its pods have been ready, and it trains.",
-    "Starting": "Its pods start, or the whole job restarts.",
+    "Starting": "Its pods are starting, or the whole job restarts.",
 }
 
 
@@ -40,7 +40,7 @@ def render(known: Situation) -> tuple[dict[str, Any], list[Event]]:
     said = found or (Said(memory.outcome.reason, memory.outcome.message) if memory.outcome else Said(""))
     if phase == "Preparing" and found is None:
         shown = f"kubectl rlhf logs {known.job.name} --role prepare"
-        said = Said(phase, f"models and data are fetched, and the run folder is made; `{shown}` shows how far it is")
+        said = Said(phase, f"fetching models and data, and creating the run folder; `{shown}` shows the progress")
     new = {
         "phase": phase,
         "observedGeneration": known.job.generation,

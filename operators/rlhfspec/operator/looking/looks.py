@@ -28,8 +28,8 @@ from rlhfspec.operator.making import trial, workloads
 from rlhfspec.operator.settings import ChartSettings
 
 UNDECIDED_SECONDS = 60.0  # retry of a job on which the decision failed
-_QUIET_SECONDS = 300.0  # shortest time between two writes of the same event
-_MOST_KNOWN = 5000  # events remembered
+_SAME_EVENT_SECONDS = 300.0  # shortest time between two writes of the same event
+_REMEMBERED_EVENTS = 5000  # events remembered
 LONGEST_MESSAGE = 1000
 LOG = logging.getLogger(__name__)
 
@@ -225,10 +225,10 @@ class EventRecorder:
         digest = hashlib.sha256(f"{job.uid}/{event.type}/{event.reason}/{event.message}".encode()).hexdigest()[:16]
         said = self._said.setdefault(digest, _RecordedEvent(at))
         self._said.move_to_end(digest)
-        if len(self._said) > _MOST_KNOWN:
+        if len(self._said) > _REMEMBERED_EVENTS:
             self._said.popitem(last=False)
         said.count += 1
-        if self._now() - said.written < _QUIET_SECONDS:
+        if self._now() - said.written < _SAME_EVENT_SECONDS:
             return None
         said.written = self._now()
         about = {"apiVersion": JOB_VERSION, "kind": names.KIND, "namespace": job.namespace, "name": job.name}

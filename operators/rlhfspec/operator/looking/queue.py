@@ -114,7 +114,7 @@ class WorkQueue:
         try:
             result = await self._reconcile(key)
         except Exception:  # one job must not stop the others
-            LOG.exception("the reconcile of %s failed", "/".join(key))
+            LOG.exception("reconciling %s failed", "/".join(key))
         finally:
             self._finished(key, entry, result)
 

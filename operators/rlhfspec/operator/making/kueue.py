@@ -38,7 +38,7 @@ _OF_SPEC = (
 _OF_CONTAINER = ("name", "image", "resources", "restartPolicy")
 _NOT_THERE = ("NotFound", "404")  # 404: Kueue is not installed
 # After these evictions a job may be admitted again at once; for others Kueue sets the time.
-_AT_ONCE = ("Preempted", "NodeFailures")
+_REQUEUED_AT_ONCE = ("Preempted", "NodeFailures")
 
 
 def is_queued(known: Situation) -> bool:
@@ -79,16 +79,16 @@ def _said_of(known: Situation, seen: WorkloadView) -> Iterator[str]:
     queue, reserved = queue_of(known), seen.condition("QuotaReserved")
     if seen.is_true("Evicted"):
         evicted = seen.condition("Evicted")
-        yield f"Kueue evicted it ({evicted['reason']}): {evicted.get('message', '')}"
+        yield f"Kueue evicted the job ({evicted['reason']}): {evicted.get('message', '')}"
     elif seen.holds_quota and not seen.is_true("Admitted"):
         checks = [f"{c['name']} ({c['state']}) {c.get('message', '')}".rstrip() for c in seen.checks]
-        yield f"Kueue has quota for it in queue {queue}, and waits for {', '.join(checks) or 'its checks'}"
+        yield f"Kueue reserved quota for the job in queue {queue} and waits for {', '.join(checks) or 'its checks'}"
     elif seen.is_admitted:
-        yield from (f"ResourceFlavor {name}, which Kueue chose, is not there" for name in _unknown_flavors(known, seen))
+        yield from (f"ResourceFlavor {name}, chosen by Kueue, does not exist" for name in _unknown_flavors(known, seen))
     elif reserved:
         yield f"queue {queue}: {reserved.get('message', '')}"
     elif known.seconds_since(seen.created) >= NO_KUEUE_SECONDS:
-        yield f"queue {queue}: Kueue has said nothing yet; does it run?"
+        yield f"queue {queue}: Kueue has not responded yet; is it running?"
 
 
 def places(known: Situation) -> dict[str, dict[str, Any]]:
@@ -179,8 +179,8 @@ def _release(known: Situation, seen: WorkloadView) -> WorkloadWrite:
     reason, message = evicted["reason"], evicted.get("message", "")
     changes = [
         ("QuotaReserved", False, "Pending", message),
-        ("Admitted", False, "NoReservation", "The job does not run"),
-        ("Requeued", reason in _AT_ONCE, reason, message),
+        ("Admitted", False, "NoReservation", "The job is not running"),
+        ("Requeued", reason in _REQUEUED_AT_ONCE, reason, message),
     ]
     if seen.is_true("PodsReady"):
         changes.append(("PodsReady", False, "Evicted", message))

@@ -34,7 +34,7 @@ class OwnPorts:
 _MOVERS = tuple(stage.name for stage in STAGES if Move in stage.watches)
 _RANKS = OwnPorts("ranks", ("trainer",), names.RANKS_PORT, _LAST_PORT, "ranks of several nodes")
 _WEIGHTS = OwnPorts("weights", ("trainer", "generator"), names.RANKS_PORT, _LAST_PORT, "weights by a process group")
-_MOVES = OwnPorts("moves", _MOVERS, names.MOVES_PORT, names.LINK_PORT, "a sequence moves: its owner, its KV cache")
+_MOVES = OwnPorts("moves", _MOVERS, names.MOVES_PORT, names.LINK_PORT, "moves of sequences and their KV cache")
 OWN_PORTS = (_RANKS, _WEIGHTS, _MOVES)
 
 

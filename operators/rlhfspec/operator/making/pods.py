@@ -29,7 +29,7 @@ CHECKPOINT_SECONDS = 600
 NODE_SECONDS = 60  # before pods of an unreachable node are evicted
 TOKEN_SECONDS = 3600
 LOAD_SECONDS = 600  # startup limit: imports, and a slow file system
-_FETCH_SECONDS = 4 * 3600  # with downloads from an object store
+_DOWNLOAD_SECONDS = 4 * 3600  # with downloads from an object store
 
 
 def pod(known: Situation, key: Worker, owner: dict[str, Any]) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def _container(known: Situation, key: Worker, options: PodOptions) -> dict[str, 
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }  # fmt: skip
     if role != names.PREPARE and not (role == "trainer" and key[1]):  # only node 0 serves
-        container |= {"ports": _ports(role), **_probes(_FETCH_SECONDS if known.spec.storage.uri else LOAD_SECONDS)}
+        container |= {"ports": _ports(role), **_probes(_DOWNLOAD_SECONDS if known.spec.storage.uri else LOAD_SECONDS)}
     return container
 
 
@@ -336,7 +336,7 @@ def _of_scheduler(known: Situation, key: Worker) -> dict[str, Any]:
 
 
 # Keys that identify list items; default `name`.
-_KEYS = {"volumeMounts": "mountPath", "ports": "containerPort", "imagePullSecrets": "name", "hostAliases": "ip"}
+_MERGE_KEYS = {"volumeMounts": "mountPath", "ports": "containerPort", "imagePullSecrets": "name", "hostAliases": "ip"}
 
 
 def merged(base: Mapping[Any, Any], change: Mapping[Any, Any]) -> dict[str, Any]:
@@ -364,7 +364,7 @@ def _is_list(value: object) -> bool:
 
 def _merged_lists(base: Sequence[Any], change: Sequence[Any], name: str) -> list[Any]:
     """Merge items of the list field `name` by key, replace lists of text, and keep only one source per volume."""
-    key = _KEYS.get(name, "name")
+    key = _MERGE_KEYS.get(name, "name")
     if not all(isinstance(item, Mapping) for item in (*base, *change)):
         return list(change)
     result = list(base)

@@ -20,13 +20,13 @@ from rlhfspec.operator.making import objects
 _ONLY_A_TRIAL = ("dry run", "dryRun")  # webhooks without dry-run support
 # Refusals by webhooks or policies, which are no error in the spec.
 _NOT_ABOUT_WORDS = ("webhook", "is forbidden: ", *_ONLY_A_TRIAL)
-_MOST_CHARACTERS = 2000
-_AGAIN_SECONDS = 15.0  # retry interval of an object without the label
+_MAX_PROBLEM_CHARACTERS = 2000
+_LABEL_RETRY_SECONDS = 15.0  # retry interval of an object without the label
 _TYPES_ARE_WRONG = "failed to create typed patch object"
 _CANNOT_READ = 'Pod in version "v1" cannot be handled as a Pod: '
 _WRONG_TYPE = re.compile(r"cannot unmarshal (\w+) into Go struct field \w+\.(\S+) of type (\S+)")
 _GIVEN = {"array": "a list", "object": "a mapping", "bool": "true or false"}
-_TYPES = {"string": "a string", "bool": "true or false"} | dict.fromkeys(("int", "int32", "int64"), "a whole number")
+_GO_TYPES = {"string": "a string", "bool": "true or false"} | dict.fromkeys(("int", "int32", "int64"), "a whole number")
 
 
 def actions(known: Situation) -> Actions:
@@ -69,9 +69,9 @@ def unlabelled(
     for asked, answer in zip(references, answers, strict=True):
         if answer.is_refused:
             is_told = answer.is_missing or answer.code == 422
-            why = f"is not there, or has no label {label}=true" if is_told else f"cannot be asked for: {answer.message}"
+            why = f"does not exist, or has no label {label}=true" if is_told else f"cannot be read: {answer.message}"
             problem = f"{asked.field}: {asked.kind} {asked.name} {why}"
-            return DryRunResult(generation, problem, now + timedelta(seconds=_AGAIN_SECONDS))
+            return DryRunResult(generation, problem, now + timedelta(seconds=_LABEL_RETRY_SECONDS))
     return None
 
 
@@ -80,7 +80,7 @@ def problem_of(job: RLHFJob | None, tried: Sequence[dict[str, Any]], answers: Se
     for pod, answer in zip(tried, answers, strict=True):
         if _is_about_words(answer):
             where = _where(job, pod["metadata"]["labels"][names.ROLE])
-            return f"{where}: no pod can be made of it: {_in_words(answer.message)}"[:_MOST_CHARACTERS]
+            return f"{where}: the API server refuses the pod: {_in_words(answer.message)}"[:_MAX_PROBLEM_CHARACTERS]
     return ""
 
 
@@ -129,7 +129,7 @@ def _type_in_words(kind: str) -> str:
         return f"a list of {kind.removeprefix('[]').rpartition('.')[2]}"
     if kind.startswith("map["):
         return "a mapping"
-    return _TYPES.get(kind, f"a mapping ({kind.rpartition('.')[2]})")
+    return _GO_TYPES.get(kind, f"a mapping ({kind.rpartition('.')[2]})")
 
 
 def _is_about_words(answer: ApiResponse) -> bool:

@@ -12,7 +12,7 @@ from rlhfspec.cluster import names
 from rlhfspec.operator.deciding.observed import Said
 
 DIAL_SECONDS, DIAL_AGAIN_SECONDS = 3.0, 1.0
-_ANSWER_SECONDS = 10.0  # a server on a busy node may be slow
+_SERVER_ANSWER_SECONDS = 10.0  # a server on a busy node may be slow
 MOST_MISSED = 2
 _DEFAULT_PORTS = {
     "nats": names.NATS_PORT,
@@ -59,15 +59,15 @@ async def _problem_of(url: str) -> str:
     """Return why a server does not answer, or an empty text."""
     parts = urlsplit(url)
     try:
-        async with asyncio.timeout(_ANSWER_SECONDS):
+        async with asyncio.timeout(_SERVER_ANSWER_SECONDS):
             reader, writer = await asyncio.open_connection(parts.hostname, parts.port or _DEFAULT_PORTS[parts.scheme])
             try:
                 is_nats = parts.scheme in ("nats", "tls")  # which sends INFO first, even before TLS
-                return "" if not is_nats or (await reader.readline()).startswith(b"INFO ") else "no NATS server there"
+                return "" if not is_nats or (await reader.readline()).startswith(b"INFO ") else "not a NATS server"
             finally:
                 writer.close()
     except TimeoutError:
-        return f"no answer within {_ANSWER_SECONDS:.0f} s"
+        return f"no answer within {_SERVER_ANSWER_SECONDS:.0f} s"
     except OSError as error:
         return os.strerror(error.errno) if error.errno else str(error)
 

@@ -150,10 +150,10 @@ class Tending:
             self._failed(self._server.name)
         if problem and problem != self._problem:
             LOG.warning(
-                "%s: %s; jobs go on, but until it is back a run that opens waits, and what others left there stays",
+                "%s: %s; open runs continue; until it is back, new runs wait and data of ended runs is not deleted",
                 self._server.name,
                 problem,
             )
         elif self._problem and not problem:
-            LOG.info("%s: what runs have there is looked after again", self._server.name)
+            LOG.info("%s: setup and cleanup of runs work again", self._server.name)
         self._problem = problem

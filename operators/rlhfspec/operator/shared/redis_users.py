@@ -10,16 +10,16 @@ from rlhfspec.operator.shared.leftovers import Runs, ServerAway
 from rlhfspec.runs.live import redis_users as users
 from rlhfspec.runs.live.redis_client import client, close, failures, words_of
 
-_LOOK_SECONDS = 3.0
+_PASS_EVERY_SECONDS = 3.0
 CALL_SECONDS = 2.0  # per answer
 SWEEP_SECONDS = 60.0  # per pass
-_AT_ONCE = 100  # commands per pipeline
+_COMMANDS_A_PIPELINE = 100  # commands per pipeline
 
 
 class RedisUsers:
     """Users and keys of runs in Redis; `login` is (user, password)."""
 
-    name, seconds = "Redis", _LOOK_SECONDS
+    name, seconds = "Redis", _PASS_EVERY_SECONDS
 
     def __init__(self, url: str, master: bytes, login: tuple[str, str], authority: bytes) -> None:
         user, password = login
@@ -94,9 +94,9 @@ T = TypeVar("T")
 
 
 def _parts(things: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Split a sequence into parts of `_AT_ONCE`.
+    """Split a sequence into parts of `_COMMANDS_A_PIPELINE`.
 
     >>> [list(part) for part in _parts(range(150))][1][:2]
     [100, 101]
     """
-    return (things[begin : begin + _AT_ONCE] for begin in range(0, len(things), _AT_ONCE))
+    return (things[begin : begin + _COMMANDS_A_PIPELINE] for begin in range(0, len(things), _COMMANDS_A_PIPELINE))

@@ -21,7 +21,7 @@ from rlhfspec.runs.live.redis_users import OPERATOR, install_of, password_of
 
 REDIS_LOGIN = ("redis.username", "redis.password")
 NATS_ACCOUNT, AUTHORITIES = "nats.account.seed", ("nats.ca.pem", "redis.ca.pem")
-_MOST_KNOWN = 2000  # Secrets cached to avoid signing twice
+_MAX_CACHED_SECRETS = 2000  # Secrets cached to avoid signing twice
 
 
 def keys_of(folder: Path) -> Keys:
@@ -39,7 +39,7 @@ def keys_of(folder: Path) -> Keys:
 
 
 def credentials_by(keys: Keys) -> Credentials:
-    @lru_cache(_MOST_KNOWN)
+    @lru_cache(_MAX_CACHED_SECRETS)
     def made(namespace: str, job: str, job_uid: str, run: str, role: str, created: datetime) -> Mapping[str, bytes]:
         return credentials_of(keys, namespace=namespace, job=job, job_uid=job_uid, run=run, role=role, created=created)
 
@@ -47,7 +47,7 @@ def credentials_by(keys: Keys) -> Credentials:
 
 
 def proof_by(keys: Keys) -> Proof:
-    @lru_cache(_MOST_KNOWN)
+    @lru_cache(_MAX_CACHED_SECRETS)
     def made(run: str, worker: str, last_pod: str) -> str:
         return derived(keys.master, "pod", run, worker, last_pod).hex()
 

@@ -71,5 +71,5 @@ class Spaces:
         if problem and self._problems.get(namespace) != problem:
             LOG.warning("namespace %s is not ready for jobs: %s", namespace, problem)
         elif not problem:
-            LOG.info("namespace %s has what jobs need", namespace)
+            LOG.info("namespace %s is ready for jobs", namespace)
         self._problems[namespace] = problem

@@ -29,9 +29,9 @@ from rlhfspec.runs.live.redis_client import words_of
 from rlhfspec.runs.live.redis_users import ClusterRun
 from rlhfspec.stage.tasks import to_the_end
 
-_LOOK_SECONDS = 3.0
+_PASS_EVERY_SECONDS = 3.0
 CALL_SECONDS = 2.0  # per answer
-_CLOSE_SECONDS = 0.5
+_NATS_CLOSE_SECONDS = 0.5
 SWEEP_SECONDS = 60.0  # per pass
 RUNS_AT_ONCE = 16  # runs whose streams are created concurrently
 Call = tuple[str, dict[str, Any]]  # JetStream call and body
@@ -66,7 +66,7 @@ def calls_of(run: OpenRun, install: str, there: Collection[str]) -> list[Call]:
 class Streams:
     """Streams of runs in NATS; `creds` come from `credentials.operator_creds`."""
 
-    name, seconds = "NATS", _LOOK_SECONDS
+    name, seconds = "NATS", _PASS_EVERY_SECONDS
 
     def __init__(self, url: str, install: str, creds: bytes | None, inbox: str, tls: ssl.SSLContext | None) -> None:
         options: dict[str, Any] = {"tls": tls} if tls is not None else {}
@@ -161,7 +161,7 @@ async def _call(client: Client, what: str, asked: dict[str, Any]) -> dict[str, A
 
 async def _closed(client: Client) -> None:
     with suppress(nats.errors.Error, OSError, TimeoutError):
-        async with asyncio.timeout(_CLOSE_SECONDS):
+        async with asyncio.timeout(_NATS_CLOSE_SECONDS):
             await client.close()
 
 

@@ -51,7 +51,7 @@ def _steps(path: Path) -> list[StepMetrics]:
 
     folder = RunFolder(path)
     if not folder.steps_file.exists():
-        raise InvalidRequest("RUN", str(path), "no run with a finished step is there: steps.jsonl is missing")
+        raise InvalidRequest("RUN", str(path), "has no finished step: steps.jsonl is missing")
     return folder.steps()
 
 

@@ -18,11 +18,11 @@ from rlhfspec.job.choices.drafters import MADE_OF_THE_POLICY
 if TYPE_CHECKING:
     from rlhfspec.runs.folder.learnt import LearntLine
 
-app = typer.Typer(help="Drafters: make one, see what one learnt.", no_args_is_help=True)
+app = typer.Typer(help="Train drafters, report what they learnt, and export them.", no_args_is_help=True)
 Out = Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Folder to write.", show_default=False)]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)]
-_DEPTHS = (1, 2, 3, 4, 6, 8)
-_MOST_ROWS = 20
+_SHOWN_DEPTHS = (1, 2, 3, 4, 6, 8)
+_MAX_TABLE_ROWS = 20
 
 
 @app.callback()
@@ -38,13 +38,13 @@ def train(
         typer.Option("--data", metavar="FILE", help="Prompts, as in a job's dataset. Repeatable.", show_default=False),
     ],
     out: Out,
-    drafter: Annotated[str, typer.Option("--drafter", help="What learns: folder or hub id.", show_default=False)],
+    drafter: Annotated[str, typer.Option("--drafter", help="Drafter to train: folder or hub id.", show_default=False)],
     column: Annotated[str, typer.Option("--column", help="Column that holds the prompts.")] = "prompt",
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="End after learning from so many.")] = 500_000,
-    seconds: Annotated[float, typer.Option("--seconds", min=0.0, help="End after so long.")] = 600.0,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Longest answer, in tokens.")] = 256,
-    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="Of the answers, as in the job.")] = 1.0,
-    device: Annotated[str, typer.Option("--device", help="cpu, cuda, or another that torch has.")] = "cpu",
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Stop after this many tokens.")] = 500_000,
+    seconds: Annotated[float, typer.Option("--seconds", min=0.0, help="Stop after this many seconds.")] = 600.0,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Maximum tokens per answer.")] = 256,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="Sampling temperature.")] = 1.0,
+    device: Annotated[str, typer.Option("--device", help="Torch device, such as cpu or cuda.")] = "cpu",
 ) -> None:
     """Train a drafter on the policy's answers, to use as model.drafter. Ctrl-C ends early and saves what was learnt."""
     from rlhfspec.engine.core import Engine
@@ -55,7 +55,7 @@ def train(
     with exit_on_problems(), on_signals(over.set), StatusLine() as status:
         _refuse_taken(out)
         if drafter in MADE_OF_THE_POLICY:
-            raise InvalidRequest("--drafter", drafter, "is made of the policy, and nothing of it learns; name a model")
+            raise InvalidRequest("--drafter", drafter, "is made of the policy and cannot be trained; name a model")
         status(f"reading {', '.join(data)}")
         prompts = _prompts(model, data, column)
         status(f"loading {model}")
@@ -78,7 +78,7 @@ def train(
 
 @app.command()
 def report(
-    run: Run, as_json: Annotated[bool, typer.Option("--json", help="Print the lines as they are.")] = False
+    run: Run, as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per recorded line.")] = False
 ) -> None:
     """Show what a run's drafters learnt: acceptance by step and depth, time spent and time saved."""
     from rlhfspec.runs.folder.learnt import learnt_lines
@@ -95,10 +95,10 @@ def report(
         return
     wide_console().print(_table(lines))
     spent, saved = sum(line.seconds for line in lines), sum(line.saved_seconds for line in lines)
-    typer.echo(f"learning took {spent:.1f} s of generators and saved an estimated {saved:.1f} s")
+    typer.echo(f"learning took {spent:.1f} s of generator time and saved an estimated {saved:.1f} s")
     learnt = [line.weights_version for line in lines if line.num_tokens]
     if learnt:
-        typer.echo(f"a drafter learnt last {max(line.weights_version for line in lines) - max(learnt)} steps ago")
+        typer.echo(f"a drafter last learnt {max(line.weights_version for line in lines) - max(learnt)} steps ago")
 
 
 @app.command()
@@ -127,7 +127,7 @@ def export(run: Run, out: Out) -> None:
 
 
 def _nothing_learnt(run: Path) -> InvalidRequest:
-    return InvalidRequest("RUN", str(run), "no drafter learnt there: generation.speculation.learning was off")
+    return InvalidRequest("RUN", str(run), "no drafter learnt in this run: generation.speculation.learning was off")
 
 
 def _prompts(model: str, data: Iterable[str], column: str) -> list[tuple[int, ...]]:
@@ -140,7 +140,7 @@ def _prompts(model: str, data: Iterable[str], column: str) -> list[tuple[int, ..
         dataset = Dataset.model_validate({"path": path, "promptColumn": column})
         rows = load_rows(dataset)
         if column not in (first := rows.records[0]):
-            raise InvalidRequest("--column", column, f"{path} has no such column, but {', '.join(first)}")
+            raise InvalidRequest("--column", column, f"{path} has no such column; its columns: {', '.join(first)}")
         prompts = Prompts(rows, tokenizer, dataset, seed=0, prompts_per_step=1)
         found += [prompts[index].token_ids for index in range(len(prompts))]
     return found
@@ -148,11 +148,11 @@ def _prompts(model: str, data: Iterable[str], column: str) -> list[tuple[int, ..
 
 def _refuse_taken(out: Path) -> None:
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise InvalidRequest("--out", str(out), "is there already; name another folder")
+        raise InvalidRequest("--out", str(out), "already exists; choose another folder")
     try:
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InvalidRequest("--out", str(out), f"cannot be made: {error.strerror}") from None
+        raise InvalidRequest("--out", str(out), f"cannot be created: {error.strerror}") from None
 
 
 def _save(drafter: Any, out: Path, policy: str) -> None:
@@ -175,10 +175,10 @@ def _rates(report: Any) -> str:
 
 def _table(lines: list[LearntLine]) -> Table:
     table = Table()
-    for title in ("policy", "learnt from", "seconds", "saved", "tokens a verification", *map(str, _DEPTHS)):
+    for title in ("policy", "learnt from", "seconds", "saved", "tokens a verification", *map(str, _SHOWN_DEPTHS)):
         table.add_column(f"accepted at {title}" if title == "1" else title, justify="right")
     versions = sorted({line.weights_version for line in lines})
-    every = -(-len(versions) // _MOST_ROWS)
+    every = -(-len(versions) // _MAX_TABLE_ROWS)
     for version in versions[::-1][::every][::-1]:
         of_version = [line for line in lines if line.weights_version == version]
         table.add_row(
@@ -199,7 +199,7 @@ def _acceptance(counts: list[tuple[int, ...]]) -> list[str]:
     """
     total = sum(map(sum, counts))
     if not total:
-        return ["-"] * (1 + len(_DEPTHS))
+        return ["-"] * (1 + len(_SHOWN_DEPTHS))
     accepted = sum(depth * number for each in counts for depth, number in enumerate(each))
-    shares = [sum(sum(each[depth:]) for each in counts) / total for depth in _DEPTHS]
+    shares = [sum(sum(each[depth:]) for each in counts) / total for depth in _SHOWN_DEPTHS]
     return [f"{1 + accepted / total:.2f}", *(f"{share:.0%}" for share in shares)]

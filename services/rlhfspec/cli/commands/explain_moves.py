@@ -16,10 +16,10 @@ from rlhfspec.runs.view.text import one_line
 from rlhfspec.runs.view.view import print_line
 
 _HOW = {
-    "kv": "went with its KV",
-    "tokens": "went without KV, to be computed again there",
+    "kv": "moved with its KV cache",
+    "tokens": "moved without its KV cache, which is recomputed there",
     "kept": "stayed",
-    "lost": "is lost there, and will be delivered again",
+    "lost": "was lost there and will be delivered again",
 }
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.", show_default=False)]
@@ -46,7 +46,7 @@ def _lines(run: Path) -> Iterator[dict[str, Any]]:
     from rlhfspec.runs.folder.moves import MOVES_FILE, read_moves
 
     if not run.is_dir():
-        raise InvalidRequest("RUN", str(run), "is no folder of a run")
+        raise InvalidRequest("RUN", str(run), "is not a run folder")
     if not (run / MOVES_FILE).exists():
         problem = f"has no {MOVES_FILE}: nothing was planned (one generator, or rebalance.mode: off)"
         raise InvalidRequest("RUN", str(run), problem)
@@ -61,9 +61,9 @@ def _print(console: Console, line: dict[str, Any]) -> None:
 
 def _words_of_plan(line: dict[str, Any]) -> Iterator[str]:
     number = len(line["moves"])
-    after = f", in {line['latest_end_after']:.2f} s with {number} moves" if number else "; nothing moves"
+    after = f", or in {line['latest_end_after']:.2f} s with {number} moves" if number else "; no moves"
     yield (
-        f"{line['num_samples']} samples at {line['num_generators']} generators, the last to end "
+        f"{line['num_samples']} samples on {line['num_generators']} generators: the last ends "
         f"in {line['latest_end']:.2f} s{after}"
     )
     for move in line["moves"]:
@@ -75,10 +75,10 @@ def _words_of_plan(line: dict[str, Any]) -> Iterator[str]:
 
 
 _DRY = {
-    "consolidate": "fewer engines of its host are faster",
+    "consolidate": "fewer engines on its host are faster",
     "learn": "its drafter learns",
     "score": "free for other work",
-    "wait": "the others are about to end",
+    "wait": "the others are about to finish",
 }
 
 
@@ -86,7 +86,7 @@ def _words_of_end(line: dict[str, Any]) -> str:
     where = f"{line['sample_id']}: generator {line['source']} -> {line['destination']}"
     if line["how"] not in ("kv", "tokens"):
         return f"{where}: {_HOW[line['how']]}: {line['reason']}"
-    recomputed = f", {line['num_recomputed']} tokens computed again" if line["num_recomputed"] else ""
+    recomputed = f", {line['num_recomputed']} tokens recomputed" if line["num_recomputed"] else ""
     return (
         f"{where}: {_HOW[line['how']]}, {line['num_bytes'] / 1e6:.1f} MB in {line['num_rounds']} rounds, "
         f"a pause of {line['pause_seconds'] * 1e3:.1f} ms{recomputed}"

@@ -27,7 +27,7 @@ def export(run: Run, step: Step = None, out: Out = None) -> None:
     folder = RunFolder(run)
     with exit_on_problems(), StatusLine() as status:
         if not folder.job_file.exists():
-            raise InvalidRequest("RUN", str(run), "no run is there")
+            raise InvalidRequest("RUN", str(run), "is not a run folder: job.yaml is missing")
         choice = best_or_last(folder) if step is None else chosen(folder, step)
         status("importing torch")
         from rlhfspec.prepare.tiny_paths import with_tiny_paths

@@ -59,7 +59,7 @@ def init(
     if algorithm not in ALGORITHMS:
         refuse(f"--algorithm: must be one of {', '.join(ALGORITHMS)} (got {algorithm!r})")
     if job.exists() and not force:
-        refuse(f"{job}: exists; give --force to overwrite it")
+        refuse(f"{job}: already exists; use --force to overwrite it")
     if not job.parent.is_dir():
         refuse(f"{job}: the folder {job.parent} does not exist")
     name = re.sub(r"[^a-z0-9]+", "-", job.stem.lower()).strip("-")[:52].strip("-") or "my-run"

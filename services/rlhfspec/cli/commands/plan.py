@@ -24,7 +24,7 @@ def plan(
         str, typer.Option("--gpu-memory", metavar="GB|NAME", help="Memory of a GPU: 80, or h100, h200, b200, a100, ...")
     ] = "h100",
     gpus: Annotated[
-        int | None, typer.Option("--gpus", min=1, help="GPUs of one machine; left out: each process has its own.")
+        int | None, typer.Option("--gpus", min=1, help="GPUs of one machine.  [default: one per process]")
     ] = None,
 ) -> None:
     """Print placement and memory needs from model configurations alone; refuse what cannot fit."""
@@ -67,7 +67,7 @@ def _too_full(job: RLHFJob, needs: list[Needs], gpus: int | None, size: int) -> 
 
     by_role = {each.role: each for each in needs}
     alone = [
-        f"{each.role}: {sum_of(each)} of the {each.fraction * size / 1e9:.0f} GB that it may take"
+        f"{each.role}: {sum_of(each)}, but may use only {each.fraction * size / 1e9:.0f} GB"
         for each in needs
         if each.total > each.fraction * size
     ]

@@ -49,7 +49,7 @@ def run(job: Job, overrides: Set = None, out: Out = None, resume: Resume = False
         check_engine(checked)
         told = rank_told(os.environ)
         if processes and told.num_ranks > 1:
-            problem = "starts the trainer's ranks itself (roles.trainer.ranksPerNode): not with torchrun"
+            problem = "starts the trainer's ranks itself (roles.trainer.ranksPerNode); do not use torchrun"
             raise InvalidRequest("--processes", f"WORLD_SIZE={told.num_ranks}", problem)
         folder = out or Path("out") / checked.metadata.name
         if told.rank > 0:
@@ -109,7 +109,7 @@ def _run(job: RLHFJob, command: _Command, console: Console) -> RunOutcome:
             run.finish(outcome, reason, resume_command=command.to_go_on(more_steps), console=console)
         except (StorageError, OSError) as error:  # keep the reason that ended the run
             problem = f"{outcome}: {reason}; " if reason else f"{outcome}; "
-            raise StorageError(command.out, f"{problem}its end cannot be written down: {error}") from error
+            raise StorageError(command.out, f"{problem}the outcome cannot be written: {error}") from error
         return outcome
 
 
@@ -120,7 +120,7 @@ def _begin(folder: RunFolder, job: RLHFJob, command: _Command, view: View) -> No
 
     processes = workers_of(job) if command.processes else {}
     if folder.begin(job, resume=command.resume, processes=processes):
-        view.say("manifest.json could not be read and was begun anew")
+        view.say("manifest.json could not be read and was replaced by a new one")
     end_run_in(folder.processes)
     view.progress.history(folder.steps(), folder.evaluations())
 
@@ -132,7 +132,7 @@ def _prepared(job: RLHFJob, command: _Command, folder: RunFolder, view: View, st
     from rlhfspec.prepare.tiny_paths import with_tiny_paths
 
     for uid in end_dead_runs():
-        status(f"what was left of run {uid} is removed: its supervisor had died")
+        status(f"removing what is left of run {uid}, whose supervisor died")
     return kind(with_tiny_paths(job, status), command.job.absolute().parent, folder, view)
 
 
@@ -190,6 +190,6 @@ async def _stages(run: JobRun) -> None:
 def _stop(run: JobRun) -> None:
     """Stop the run gracefully at the first call, and at once at the second."""
     if run.stop.is_set():
-        leave_at_once("stopped at once; the last checkpoint stands")
+        leave_at_once("stopped at once; the last checkpoint is kept")
     run.stop.set()
-    run.say("stopping: what is being learnt is finished and saved; Ctrl-C once more leaves at once")
+    run.say("stopping: finishing and saving the current step; press Ctrl-C again to stop at once")

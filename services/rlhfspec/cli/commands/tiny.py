@@ -32,7 +32,7 @@ def make(
     wanted = names or list(RECIPES)
     unknown = [name for name in wanted if name not in RECIPES]
     if unknown:
-        raise typer.BadParameter(f"{unknown[0]} is none of {', '.join(RECIPES)}")
+        raise typer.BadParameter(f"{unknown[0]} is not one of {', '.join(RECIPES)}")
     torch.set_num_threads(min(torch.get_num_threads(), 4))
     with StatusLine() as status:
         models = ensure(*wanted, report=status)

@@ -45,7 +45,7 @@ def _connections(run: Path) -> Connections:
 
     path = run / "processes" / "connections.json"
     if not path.exists():
-        raise InvalidRequest("RUN", str(run), f"no run with --processes is going on there{_of_one_process(run)}")
+        raise InvalidRequest("RUN", str(run), f"no run with --processes is active in this folder{_of_one_process(run)}")
     return Connections.read(path)
 
 
@@ -58,7 +58,7 @@ def _of_one_process(run: Path) -> str:
         return ""
     steps, manifest = folder.steps(), folder.manifest()
     done = f"{steps[-1].step if steps else 0} of {folder.job().spec.training.steps} steps"
-    return f"; a run is there, {manifest.outcome}, {done}: see `rlhfspec dashboard {run}` or its logs"
+    return f"; its run ({manifest.outcome}, {done}) is shown by `rlhfspec dashboard {run}`"
 
 
 def _look(connections: Connections) -> LiveView:
@@ -73,8 +73,8 @@ def _table(view: LiveView) -> Table:
     from rlhfspec.runs.view.roster import process_states
 
     states = process_states(view.run, view.now)
-    table = Table(caption=None if states else "no worker has said anything yet")
-    for title in ("worker", "process", "does", "what"):
+    table = Table(caption=None if states else "no worker has reported yet")
+    for title in ("worker", "process", "state", "activity"):
         table.add_column(title)
     for title in ("for", "busy", "runs", "queue", "tokens/s", "samples"):
         table.add_column(title, justify="right")

@@ -52,9 +52,9 @@ def _found(run: Path, sample: str | None, slowest: int | None, step: int | None)
     from rlhfspec.telemetry import read
 
     if sample is not None and slowest is not None:
-        raise InvalidRequest("SAMPLE", sample, "give a sample's id, or --slowest N")
+        raise InvalidRequest("SAMPLE", sample, "cannot be combined with --slowest")
     if step is not None and slowest is None:
-        raise InvalidRequest("--step", step, "goes with --slowest")
+        raise InvalidRequest("--step", step, "needs --slowest")
     return [read.life_of(run, sample)] if sample is not None else read.slowest(run, slowest or 1, step=step)
 
 

@@ -18,8 +18,8 @@ from rlhfspec.dashboard.jobs.source import Address, Condition, JobDetail, JobHea
 from rlhfspec.errors import ClusterRefused, InvalidRequest
 from rlhfspec.runs.live.redis_users import DASHBOARD
 
-_LIST_SECONDS = 2.0
-_MOST_CHARACTERS = 500  # of a message
+_CACHED_LIST_SECONDS = 2.0
+_MAX_MESSAGE_CHARACTERS = 500  # of a message
 log = logging.getLogger("rlhfspec.dashboard")
 SPEAKING = ("Starting", "Running", "Suspending")  # phases in which a run sends live signals
 
@@ -44,8 +44,8 @@ class ClusterSource:
         self._servers = servers
         self._namespaces = tuple(namespaces) or ("",)
         self._refused: set[str] = set()
-        self._jobs: Kept[Mapping[JobKey, dict[str, Any]]] = Kept(seconds=_LIST_SECONDS)
-        self._pods: Kept[Sequence[dict[str, Any]]] = Kept(seconds=_LIST_SECONDS)
+        self._jobs: Kept[Mapping[JobKey, dict[str, Any]]] = Kept(seconds=_CACHED_LIST_SECONDS)
+        self._pods: Kept[Sequence[dict[str, Any]]] = Kept(seconds=_CACHED_LIST_SECONDS)
 
     async def jobs(self) -> Sequence[JobHead]:
         return [head_of(job) for job in (await self._jobs.get("", self._all)).values()]
@@ -94,7 +94,7 @@ class ClusterSource:
     async def _found(self, key: JobKey) -> dict[str, Any]:
         job = (await self._jobs.get("", self._all)).get(key)
         if job is None:
-            raise InvalidRequest("job", str(key)[:300], "is not there")
+            raise InvalidRequest("job", str(key)[:300], "does not exist")
         return job
 
     def _run_folder(self, key: JobKey, job: dict[str, Any]) -> RunFolderInfo:
@@ -102,7 +102,7 @@ class ClusterSource:
         if not told:
             return RunFolderInfo()
         uri, claim = storage.get("uri"), storage.get("claim") or self._servers.storage_claim
-        place = str(uri) if uri else f"claim {claim}" if claim else "the claim of its pods"
+        place = str(uri) if uri else f"claim {claim}" if claim else "the claim that its pods mount"
         return RunFolderInfo(path=told, place=place, fetch=f"kubectl rlhf get-run {key.name} -n {key.namespace}")
 
     def _address(self, job: dict[str, Any]) -> Address | None:
@@ -166,7 +166,7 @@ def head_of(job: Mapping[str, Any]) -> JobHead:
         created=_unix(metadata.get("creationTimestamp")),
         started=_unix(status.get("startTime")),
         ended=_unix(status.get("completionTime")),
-        message=shown(": ".join(filter(None, (reason, message))), 2 * _MOST_CHARACTERS),
+        message=shown(": ".join(filter(None, (reason, message))), 2 * _MAX_MESSAGE_CHARACTERS),
     )
 
 
@@ -175,7 +175,7 @@ def _condition(found: Mapping[str, Any]) -> Condition:
         type=str(found.get("type", "")),
         status=str(found.get("status", "")),
         reason=str(found.get("reason") or ""),
-        message=shown(str(found.get("message") or ""), 2 * _MOST_CHARACTERS),
+        message=shown(str(found.get("message") or ""), 2 * _MAX_MESSAGE_CHARACTERS),
         since=_unix(found.get("lastTransitionTime")),
     )
 
@@ -199,7 +199,7 @@ def pod_of(pod: Mapping[str, Any]) -> Pod:
         node=str(_at(pod, "spec").get("nodeName") or ""),
         restarts=sum(int(each.get("restartCount") or 0) for each in statuses),
         since=_unix(metadata.get("creationTimestamp")),
-        message=shown(" ".join(said.split()), _MOST_CHARACTERS),
+        message=shown(" ".join(said.split()), _MAX_MESSAGE_CHARACTERS),
     )
 
 
@@ -213,7 +213,7 @@ def _state(container: Mapping[str, Any]) -> str:
 
 def last_words_of(pod: Mapping[str, Any]) -> str:
     """Return the termination messages of the pod's containers."""
-    return " ".join(" ".join(dict.fromkeys(_last_words(pod))).split())[-_MOST_CHARACTERS:]
+    return " ".join(" ".join(dict.fromkeys(_last_words(pod))).split())[-_MAX_MESSAGE_CHARACTERS:]
 
 
 def _last_words(pod: Mapping[str, Any]) -> Iterator[str]:

@@ -26,7 +26,7 @@ from rlhfspec.runs.view.text import visible
 from rlhfspec.runs.view.waterfall import by_whom, notes, pieces
 from rlhfspec.telemetry.read import Life, life_of
 
-_MOST_CHARACTERS = 20_000  # of a text shown in full
+_TEXT_CHARACTERS = 20_000  # of a text shown in full
 HEAD_CHARACTERS = 240  # of one in a list
 MOST_LISTED = 25
 MOST_LINE_BYTES = 16 << 20  # a longer line is not a sample
@@ -125,11 +125,11 @@ def plain_file(path: Path) -> BinaryIO:
         raise StorageError(path, f"cannot be read: {error.strerror}") from None
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
-        raise StorageError(path, "is no plain file")
+        raise StorageError(path, "is not a regular file")
     return os.fdopen(file, "rb")
 
 
-_SAMPLE = re.compile(rb'\{"id": ("(?:[^"\\]|\\.)*"), "step": (-?\d+),')
+_SAMPLE_HEAD = re.compile(rb'\{"id": ("(?:[^"\\]|\\.)*"), "step": (-?\d+),')
 
 
 @dataclass(slots=True)
@@ -162,11 +162,11 @@ class Samples:
         parts = id.split("/")
         if len(parts) == 4 and re.fullmatch(r"\d{1,9}", parts[1]):
             for line in self._read(int(parts[1])):
-                head = _SAMPLE.match(line)
-                if head is not None and json.loads(head[1]) == id and (sample := _sample_of(line, _MOST_CHARACTERS)):
+                head = _SAMPLE_HEAD.match(line)
+                if head is not None and json.loads(head[1]) == id and (sample := _sample_of(line, _TEXT_CHARACTERS)):
                     return sample
         raise InvalidRequest(
-            "sample", id[:200], "is not in samples.jsonl, where a sample stands once it was trained on"
+            "sample", id[:200], "is not in samples.jsonl, which lists samples once they were trained on"
         )
 
     def _look(self) -> None:
@@ -174,7 +174,7 @@ class Samples:
             if self._lines.num_restarts != self._restarts:
                 self._restarts = self._lines.num_restarts
                 self._steps.clear()
-            if (head := _SAMPLE.match(line)) is not None:
+            if (head := _SAMPLE_HEAD.match(line)) is not None:
                 where = self._steps.setdefault(int(head[2]), _IndexedStep(begin, begin, 0))
                 where.end = begin + len(line)
                 where.num_samples += 1

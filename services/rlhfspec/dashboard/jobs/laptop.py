@@ -20,7 +20,7 @@ from rlhfspec.stage.threads import ComputeThread
 
 NAMESPACE = "laptop"
 _ROLE = "view"
-_PHASES = {"running": "Running", "completed": "Succeeded", "stopped": "Suspended", "failed": "Failed"}
+_OUTCOME_PHASES = {"running": "Running", "completed": "Succeeded", "stopped": "Suspended", "failed": "Failed"}
 
 
 class LaptopSource:
@@ -48,7 +48,7 @@ class LaptopSource:
 
     def _run(self, key: JobKey) -> _Run:
         if key.namespace != NAMESPACE or key.name not in self._runs:
-            raise InvalidRequest("job", str(key), "is not here")
+            raise InvalidRequest("job", str(key), "is not one of the runs shown here")
         return self._runs[key.name]
 
 
@@ -80,7 +80,7 @@ class _Run:
         job, manifest, address = self.manifest(), self._json("manifest.json"), self._address()
         head = self._head(_under(job, "spec"), manifest)
         if head.phase == "Running" and manifest.get("processes") and address is None:
-            head = replace(head, phase="Interrupted", message="its processes ended without a word; --resume goes on")
+            head = replace(head, phase="Interrupted", message="its processes ended unexpectedly; --resume continues")
         return JobDetail(
             head=head,
             run=address.uid if address else "",
@@ -93,7 +93,7 @@ class _Run:
         training, roles = _under(spec, "training"), _under(spec, "roles")
         step, total = int(_of(row, "step") or 0), training.get("steps")
         total_steps = total if isinstance(total, int) else 0
-        running = _PHASES.get(str(manifest.get("outcome")), "Pending")
+        running = _OUTCOME_PHASES.get(str(manifest.get("outcome")), "Pending")
         seconds = _of(row, "seconds")
         return JobHead(
             namespace=NAMESPACE,

@@ -40,13 +40,13 @@ from rlhfspec.runs.live.live import LiveView, read_live
 from rlhfspec.stage.tasks import ended
 from rlhfspec.stage.threads import ComputeThread
 
-_TELL_SECONDS = 0.5
+_TELL_BROWSERS_SECONDS = 0.5
 TELL_MANY_SECONDS = 1.0  # with many generators, whose events are large
 MANY = 50
 REDIS_SECONDS = 0.5
 FOLDER_SECONDS = 1.0
 SOURCE_SECONDS = 1.0
-_MOST_MOVES = 200
+_KEPT_MOVES = 200
 MOST_POINTS = 600  # of a curve for a new browser; longer ones are thinned
 _MOST_SAMPLES = 8
 LINGER_SECONDS = 60.0  # after the last reader, so that a page reload finds the same feed
@@ -69,7 +69,7 @@ class Feed:
         self._address: Address | None = None  # currently subscribed to
         self._rows: dict[int, Row] = {}
         self._evaluations: dict[int, Evaluation] = {}
-        self._moves: deque[dict[str, Any]] = deque(maxlen=_MOST_MOVES)
+        self._moves: deque[dict[str, Any]] = deque(maxlen=_KEPT_MOVES)
         self._told_moves: set[str] = set()
         self._new_rows: dict[int, Row] = {}
         self._new_moves: list[dict[str, Any]] = []
@@ -179,7 +179,7 @@ class Feed:
         self._evaluations |= {run.step: run for run in changes.evaluations}
         for row in changes.rows:
             self._row(row)
-        for move in changes.moves[-_MOST_MOVES:]:
+        for move in changes.moves[-_KEPT_MOVES:]:
             self._move(move)
         if changes.anew:
             self.events.anew(self._whole)
@@ -198,7 +198,7 @@ class Feed:
 
     def _move(self, move: dict[str, Any]) -> None:
         if move["id"] not in self._told_moves:
-            if len(self._told_moves) > 10 * _MOST_MOVES:
+            if len(self._told_moves) > 10 * _KEPT_MOVES:
                 self._told_moves = {each["id"] for each in self._moves}
             self._told_moves.add(move["id"])
             self._moves.append(move)
@@ -209,12 +209,12 @@ class Feed:
     async def _tell_on(self) -> None:
         while True:
             many = self.live.num_generators > MANY
-            await self._clock.sleep(TELL_MANY_SECONDS if many else _TELL_SECONDS)
+            await self._clock.sleep(TELL_MANY_SECONDS if many else _TELL_BROWSERS_SECONDS)
             self._tell()
 
     def _tell(self) -> None:
         rows, self._new_rows = self._new_rows, {}
-        moves, self._new_moves = self._new_moves[-_MOST_MOVES:], []
+        moves, self._new_moves = self._new_moves[-_KEPT_MOVES:], []
         if rows:
             self.events.keep("steps", thinned(rows))
         if moves:

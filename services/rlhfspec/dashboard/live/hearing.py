@@ -22,14 +22,14 @@ from rlhfspec.runs.live.redis_client import words_of
 from rlhfspec.stage.tasks import to_the_end
 
 HEARD: tuple[type[Record], ...] = (Moved, StepReport, EvaluationReport)
-_AGAIN_SECONDS = 2.0
+_NATS_RETRY_SECONDS = 2.0
 
 
 class Hearing:
     """Subscriber to a run's signals. `problem`: the reason why none arrive, or an empty text."""
 
     def __init__(self, address: Address, heard: Callable[[Record], None]) -> None:
-        self.problem = "connecting"
+        self.problem = "NATS: connecting"
         self.num_refused = 0  # messages that are not records of this run
         self._address = address
         self._heard = heard
@@ -49,7 +49,7 @@ class Hearing:
                 self.problem = f"NATS: {words_of(error)}"
             finally:
                 await to_the_end(_closed(client))
-            await asyncio.sleep(_AGAIN_SECONDS)
+            await asyncio.sleep(_NATS_RETRY_SECONDS)
 
     async def _connect(self, client: Client) -> None:
         assert self._address.nats_url is not None
@@ -83,7 +83,7 @@ class Hearing:
             self.problem = f"NATS: {words_of(error)}"
 
     async def _away(self) -> None:
-        self.problem = "NATS: the connection is lost"
+        self.problem = "NATS: connection lost"
 
     async def _back(self) -> None:
         self.problem = ""

@@ -44,7 +44,7 @@ function listen(url, handlers) {
     source = new EventSource(url);
     source.onopen = () => say("live", "live");
     source.onerror = async () => {
-      say("connecting again", "away");
+      say("reconnecting", "away");
       if (source.readyState !== EventSource.CLOSED) return; // it comes back by itself
       const answer = await fetch(url).catch(() => null); // an EventSource does not say why it was refused
       if (answer && answer.status === 401) return location.assign("/login");
@@ -88,7 +88,7 @@ function jobsPage() {
     const heads = ["Phase", "Job", "Namespace", "Step", "Reward", "KL", "Tokens/s", "Accepted", "Generators", "GPUs", "ETA", "Age", "Message"];
     const focused = document.activeElement?.getAttribute("href");
     list.replaceChildren(found.length ? table(`${found.length} of ${jobs.length} jobs`, heads, found.map(row), "jobs cards")
-      : h("p", { class: "quiet" }, jobs.length ? "No job matches." : "No jobs that you may see."));
+      : h("p", { class: "quiet" }, jobs.length ? "No job matches." : "No jobs, or none that you are allowed to see."));
     if (focused) [...list.querySelectorAll("a")].find((each) => each.getAttribute("href") === focused)?.focus({ preventScroll: true });
   }
   const close = listen("/api/events", { whole: () => {}, jobs: (data) => { jobs = data; show(); }, problem: (data) => { problem = data; show(); } });
@@ -103,9 +103,9 @@ const CHARTS = [ // title, curves, unit of the vertical axis
   ["KL to the reference", [{ key: "kl", label: "k3" }], "nats per token"],
   ["Entropy", [{ key: "entropy", label: "entropy" }], "nats per token"],
   ["Groups of equal rewards", [{ key: "equal_groups", label: "groups" }], "groups"],
-  ["Different responses", [{ key: "distinct", label: "different" }], "different responses a prompt"],
+  ["Distinct responses", [{ key: "distinct", label: "distinct" }], "distinct responses per prompt"],
   ["Loss", [{ key: "policy_loss", label: "policy" }, { key: "value_loss", label: "value" }], "loss"], // hidden where it is 0 throughout
-  ["Tokens a second", [{ key: "tokens_per_second", label: "tokens/s" }], "tokens/s"],
+  ["Tokens per second", [{ key: "tokens_per_second", label: "tokens/s" }], "tokens/s"],
   ["Accepted per verification", [{ key: "accepted", label: "accepted" }], "drafted tokens per verification"],
   ["Response length", [{ key: "length_p95", label: "p95" }, { key: "length_mean", label: "mean" }, { key: "length_p50", label: "p50" }], "tokens"],
 ];
@@ -187,12 +187,12 @@ function conditionsPart({ conditions, pods }, words) {
   if (pods.length) found.push(table("Pods", ["Pod", "Role", "Phase", "Ready", "Node", "Restarts", "Age", "Message"],
     pods.map((each) => [each.name, each.role, pill(each.phase), each.ready ? "yes" : "no", each.node || "–", String(each.restarts), age(each.since),
       h("span", { class: "why" }, each.message, words[each.name] ? h("span", { class: "words" }, ` ${words[each.name]}`) : null)]), "cards"));
-  return found.length ? found : [h("p", { class: "quiet" }, "None are known.")];
+  return found.length ? found : [h("p", { class: "quiet" }, "No conditions or pods are known.")];
 }
 
 function workersPart(workers) {
-  if (!workers.length) return h("p", { class: "quiet" }, "Nobody says anything now.");
-  return table("What each process does now", ["Process", "Does", "What", "For", "Busy", "Where"], workers.map((each) => [
+  if (!workers.length) return h("p", { class: "quiet" }, "No process is reporting now.");
+  return table("Current activity of each process", ["Process", "State", "Activity", "For", "Busy", "Host"], workers.map((each) => [
     `${each.stage} ${each.worker}`, h("span", { class: `does d-${each.doing}` }, each.doing), h("span", { class: "why" }, each.what),
     duration(each.seconds), duration(each.busy), each.pid ? `${each.host}:${each.pid}` : "–"]), "cards");
 }
@@ -214,14 +214,14 @@ class Generators {
       past.push(load.tokens_per_second || 0);
       this.history.set(load.worker, past.slice(-60));
     }
-    if (!loads.length) { this.rows.clear(); this.body.replaceChildren(h("p", { class: "quiet" }, "No generator says anything now.")); return; }
+    if (!loads.length) { this.rows.clear(); this.body.replaceChildren(h("p", { class: "quiet" }, "No generator is reporting now.")); return; }
     this.most = Math.max(1, ...loads.map((load) => load.running + load.waiting));
     this.fastest = Math.max(1, ...loads.map((load) => load.tokens_per_second || 0));
     const key = loads.map((load) => load.worker).join() + (loads.length > MANY);
     if (key !== this.key || !this.rows.size) { this.key = key; this.build(loads); }
     for (const load of loads) this.fill(this.rows.get(load.worker), load);
     const sum = (name) => loads.reduce((total, load) => total + (load[name] || 0), 0);
-    text(this.body.querySelector(".total"), `${loads.length} generator${loads.length === 1 ? "" : "s"}: ${number(sum("running"))} samples run, ${number(sum("waiting"))} wait for room, ${number(sum("tokens_per_second"))} tokens/s`);
+    text(this.body.querySelector(".total"), `${loads.length} generator${loads.length === 1 ? "" : "s"}: ${number(sum("running"))} samples running, ${number(sum("waiting"))} waiting, ${number(sum("tokens_per_second"))} tokens/s`);
   }
 
   build(loads) {
@@ -298,7 +298,7 @@ class Moves {
   show() {
     if (!this.list.length) { this.element.replaceChildren(h("p", { class: "quiet" }, "No sample has moved.")); return; }
     const count = (how) => this.list.filter((move) => move.how === how).length;
-    const words = { kv: "with its KV", tokens: "tokens only", kept: "stayed", lost: "lost sight of" };
+    const words = { kv: "with its KV", tokens: "tokens only", kept: "stayed", lost: "lost" };
     this.element.replaceChildren(table(
       `Last moves: ${count("kv")} with their KV, ${count("tokens")} with tokens only, ${count("kept")} stayed where they were`,
       ["At", "Sample", "From", "To", "How", "Sent", "Pause", "Recomputed", "Reason"],
@@ -365,7 +365,7 @@ function sampleParts(job, { id, owner, sample, trace, missing }) {
   const facts = sample ? [["Reward", number(sample.reward)], ...Object.entries(sample.components).map(([name, value]) => [name, number(value)]),
     ["Tokens", String(sample.num_tokens)], ["End", sample.finish_reason], ["Weights", `v${sample.weights_version}`], ["Step", String(sample.step)]] : [];
   return [h("div", { class: "title" }, h("h1", {}, id), h("a", { href: href(...job) }, `back to ${job[1]}`)),
-    owner ? h("p", { class: "note calm" }, `${owner} makes it now`) : null,
+    owner ? h("p", { class: "note calm" }, `${owner} is generating it now`) : null,
     facts.length ? h("dl", { class: "tiles" }, ...facts.map(([name, value]) => h("div", { class: "tile" }, h("dt", {}, name), h("dd", {}, value)))) : null,
     sample?.error ? h("p", { class: "note" }, sample.error) : null,
     sample ? section("Text", "text", h("div", { class: "card texts" }, h("h3", {}, "Prompt"), h("pre", { tabindex: "0" }, sample.prompt), h("h3", {}, "Response"), h("pre", { tabindex: "0" }, sample.text))) : null,
@@ -392,8 +392,8 @@ function waterfall(trace) {
   return h("div", { class: "card scroll" }, h("table", { class: "waterfall" },
     h("caption", {}, `${duration(trace.seconds)} from its prompt to its training`),
     h("thead", {}, h("tr", {}, ...["", "by", "from", "for", ""].map((head) => h("th", { scope: "col" }, head)))), h("tbody", {}, ...rows)),
-    h("p", { class: "legend" }, ...told("·", "waits to be taken"), ...told("█", "in hand"), ...told("░", "waits for scores and for the rest of its step"),
-      ...(seen.has("─") ? told("─", "stands still while it moves") : []), ...(seen.has("×") ? told("×", "in vain: it was generated anew") : [])),
+    h("p", { class: "legend" }, ...told("·", "waits in a queue"), ...told("█", "in progress"), ...told("░", "waits for scores and for the rest of its step"),
+      ...(seen.has("─") ? told("─", "paused while it moves") : []), ...(seen.has("×") ? told("×", "in vain: it was generated again") : [])),
     h("p", { class: "quiet" }, `trace ${trace.trace}`));
 }
 

@@ -114,7 +114,7 @@ def simulate(
     out: Out = None,
     fuse: Fuse = None,
 ) -> None:
-    """Simulate one generating stage of a job: which policy would end it when, and how far that is from the best."""
+    """Simulate the generation stage of a job: when each policy would finish it, compared with the optimum."""
     with exit_on_problems():
         if fuse is not None:
             simulate_fusion(fuse, as_json=as_json, out=out)

@@ -40,7 +40,7 @@ class ChildRefused(Exception):
 def in_one_line(error: BaseException) -> str:
     said = " ".join(str(error).split())
     is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in said
-    kind = "out of memory (generation.kvCacheTokens, maxSequences)" if is_memory else type(error).__name__
+    kind = "out of memory (lower generation.kvCacheTokens or maxSequences)" if is_memory else type(error).__name__
     return f"{kind}: {said[:300]}"
 
 
@@ -110,9 +110,9 @@ class Host:
         """Load weights and preempt running sequences, whose KV belongs to the old weights."""
         lacking = sorted({name for rank in self._core.collective_rpc("load_version", args=(weights,)) for name in rank})
         if lacking:  # vLLM only warns
-            raise ChildRefused("model.path", f"new weights lack {len(lacking)} of the model's, such as {lacking[0]}")
+            raise ChildRefused("model.path", f"new weights lack {len(lacking)} tensors, such as {lacking[0]}")
         if not self._core.reset_prefix_cache(reset_running_requests=True):
-            raise RuntimeError("the prefix cache was not reset, and holds KV of the weights before")
+            raise RuntimeError("vLLM did not reset its prefix cache, which still holds KV of the previous weights")
         return self._gauges()
 
     def step(self, *, add: list[dict[str, Any]], cancel: list[str], ahead_seconds: float = 0.0) -> dict[str, Any]:

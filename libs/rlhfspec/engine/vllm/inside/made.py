@@ -52,7 +52,7 @@ class Made:
             marks = np.concatenate([of_one.logprob_token_ids[:count] for of_one, count in beside])[:, 1]
             log_probs = np.concatenate([of_one.logprobs[:count] for of_one, count in beside])
             if (num_others := np.count_nonzero(marks != LAW)) > 0:
-                raise RuntimeError(f"{num_others} tokens were not drawn by the law")
+                raise RuntimeError(f"{num_others} tokens were not drawn by the sampling rule of docs/law.md")
             arrays = np.array(tokens, np.int32).tobytes() + log_probs.T.astype(np.float32).tobytes()
         names = list(self._outputs)
         return {

@@ -10,7 +10,7 @@ from rlhfspec.engine.oracle import log_softmax, noise, perturbed_scores
 from rlhfspec.engine.params import SamplingParams
 
 NEAR_TIE = 1e-5  # of two perturbed scores in float32
-_MOST_DIFFERENCE = 1e-4  # of log-probs
+_LOG_PROB_TOLERANCE = 1e-4  # of log-probs
 
 
 class Witness:
@@ -33,12 +33,12 @@ class Witness:
             key = int(seed) & ((1 << 64) - 1)
             scores = perturbed_scores(logits, params, key, int(place))
             if (lead := float(scores.max() - scores[token])) > NEAR_TIE:
-                found.append(f"token {token} at place {place} is not the law's: behind by {lead:.2g}")
+                found.append(f"token {token} at place {place} is not the expected one: its score is {lead:.2g} lower")
             for name, value, of in (
                 ("log-prob", log_prob, logits.astype(np.float64)),
                 ("tempered log-prob", tempered, scores - noise(key, int(place), len(scores))),
             ):
-                if not abs((expected := float(log_softmax(of)[token])) - value) < _MOST_DIFFERENCE:
+                if not abs((expected := float(log_softmax(of)[token])) - value) < _LOG_PROB_TOLERANCE:
                     found.append(f"the {name} at place {place} is {value:.6g}, not {expected:.6g}")
         return found
 

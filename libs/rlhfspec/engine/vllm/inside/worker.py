@@ -42,7 +42,7 @@ class LawWorker(VllmWorker):  # type: ignore[misc]
 
     def judge(self) -> list[str]:
         witness = self.law.witness
-        problems = witness.problems() if witness.rows else ["nothing was sampled by the law"]
+        problems = witness.problems() if witness.rows else ["no token was drawn by the sampling rule"]
         witness.is_watching, witness.rows = False, []
         return problems
 

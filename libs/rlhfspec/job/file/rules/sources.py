@@ -20,7 +20,7 @@ from rlhfspec.job.rewards import FunctionSource, RewardSource
 MODULE_MEMBER = re.compile(r"^(reasoning-gym|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*)$")
 NOT_A_MEMBER = "must be module:function, such as rewards:exact for the function exact in rewards.py"
 PATH = "spec.rewards.sources"
-_SOURCES = f"self.{PATH}"
+_CEL_SOURCES = f"self.{PATH}"
 _ALWAYS_0 = "the reward would always be 0: give a weight other than 0"
 _SAME_SOURCE = " || ".join(
     f"(has(a.{own}) && has(b.{own}) && a.{own} == b.{own})" for own in (in_cel("function"), "path", "url")
@@ -53,7 +53,7 @@ def _batches(job: RLHFJob) -> Iterator[Finding]:
         if isinstance(source, FunctionSource) and source.batched and job.spec.roles.reward.workers > 1:
             yield Finding(
                 field=f"{path}.batched", value=True, depends_on=("spec.roles.reward.workers",),
-                problem="a whole group must meet in one place: must be false, or roles.reward.workers 1",
+                problem="one worker must score a whole group: must be false, or roles.reward.workers must be 1",
             )  # fmt: skip
 
 
@@ -96,26 +96,26 @@ def _weights(job: RLHFJob) -> Iterator[Finding]:
 SOURCES_RULES: tuple[SourcesRule, ...] = (
     SourcesRule(
         findings=_batches,
-        cel=f"{to_cel('roles.reward.workers == 1')} || !{_SOURCES}.exists(s, s.?batched.orValue(false))",
-        message="batched: a whole group must meet in one place: must be false, or roles.reward.workers 1",
+        cel=f"{to_cel('roles.reward.workers == 1')} || !{_CEL_SOURCES}.exists(s, s.?batched.orValue(false))",
+        message="batched: one worker must score a whole group: must be false, or roles.reward.workers must be 1",
     ),
     SourcesRule(
         findings=_deadlines,
-        cel=f"{_SOURCES}.all(s, double(s.?retries.orValue(2) + 1) * s.?timeoutSeconds.orValue(60.0) < "
+        cel=f"{_CEL_SOURCES}.all(s, double(s.?retries.orValue(2) + 1) * s.?timeoutSeconds.orValue(60.0) < "
         f"{to_cel('roles.reward.deadlineSeconds')})",
         message="timeoutSeconds: with its retries a sample may take longer than roles.reward.deadlineSeconds: "
         "lower it, or raise the deadline",
     ),
     SourcesRule(
         findings=_names,
-        cel=f"{_SOURCES}.all(a, {_SOURCES}.exists_one(b, {_SAME_NAME}))",
+        cel=f"{_CEL_SOURCES}.all(a, {_CEL_SOURCES}.exists_one(b, {_SAME_NAME}))",
         message="name: several sources share it; give each its own name",
     ),
     SourcesRule(
         findings=_weights,
-        cel=f"{_SOURCES}.exists(s, s.?weight.orValue(1.0) != 0.0) && "
+        cel=f"{_CEL_SOURCES}.exists(s, s.?weight.orValue(1.0) != 0.0) && "
         f"({_NOT_A_PRODUCT} || "
-        f"{_SOURCES}.all(s, s.?weight.orValue(1.0) != 0.0))",
+        f"{_CEL_SOURCES}.all(s, s.?weight.orValue(1.0) != 0.0))",
         message=f"weight: {_ALWAYS_0}",
     ),
 )

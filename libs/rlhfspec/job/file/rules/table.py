@@ -57,7 +57,7 @@ class JobRule:
 _WITH_CRITIC = ALGORITHMS.where(lambda entry: entry.has_critic)
 _IN_GROUPS = f"algorithm.name in {ALGORITHMS.where(lambda entry: entry.compares_responses)}"
 _HAS_CRITIC = f"algorithm.name in {_WITH_CRITIC}"
-_NO_CRITIC = f"{{algorithm.name}} has no critic: remove it, or take algorithm.name: {' or '.join(_WITH_CRITIC)}"
+_NO_CRITIC = f"{{algorithm.name}} has no critic: remove it, or use algorithm.name: {' or '.join(_WITH_CRITIC)}"
 _CRITIC = info_of("training.criticOptimizer").default
 _SAMPLES = "training.promptsPerStep * algorithm.samplesPerPrompt"
 _LONGEST = "dataset.maxPromptTokens + generation.maxTokens"
@@ -81,7 +81,7 @@ _OF_ALGORITHMS = (
     JobRule(
         "training.stopOnCollapse",
         "not training.stopOnCollapse or evaluation.everySteps is not None",
-        "a collapse is seen in held-out answers: needs evaluation; must be false without",
+        "must be false without evaluation, which detects a collapse",
     ),
     *(
         JobRule(f"algorithm.{clip}", f"algorithm.{clip} != 0.0", "0 clips every ratio: must be > 0, such as 0.2")
@@ -153,24 +153,24 @@ _OF_EXACT_ON_POLICY = tuple(
         (
             "training.activationCheckpointing",
             "training.activationCheckpointing != 'on'",
-            "runs on the CPU, and keeps what it computes: must not be on",
+            "runs on the CPU and stores all activations: must not be on",
         ),
         (
             "roles.generator.tensorParallel",
             "roles.generator.tensorParallel == 1",
-            "computes as the engine does, and parts add up in another order: must be 1",
+            "does not support tensor parallelism, which adds in another order: must be 1",
         ),
-        ("model.lora.dropout", "model.lora is None or model.lora.dropout == 0.0", "has no room for chance: must be 0"),
+        ("model.lora.dropout", "model.lora is None or model.lora.dropout == 0.0", "does not allow dropout: must be 0"),
         (
             "model.dtype",
             "model.dtype != 'bfloat16'",
-            "trains float32 weights: must be float32; generation.dtype is free",
+            "trains float32 weights: must be float32; generation.dtype may differ",
         ),
         *(
             (
                 "generation.engine.name",
                 f"generation.engine.name != '{name}'",
-                "needs an engine with the trainer's own bits: must be own",
+                "needs an engine that equals the trainer bit for bit: must be own",
             )
             for name in ENGINES.where(lambda entry: not entry.is_exact)
         ),
@@ -184,22 +184,22 @@ _OF_GENERATORS = (
         "generation.speculation.learning",
         f"generation.speculation.learning == '{OFF}' or model.drafter is None or "
         f"model.drafter not in {MADE_OF_THE_POLICY}",
-        "model.drafter ({model.drafter}) is made of the policy, and nothing of it learns: must be off",
+        "model.drafter ({model.drafter}) is made from the policy and cannot be trained: must be off",
     ),
     *(
         JobRule("model.drafter", f"model.drafter is None or model.drafter != '{SELF}' or {holds}", problem)
         for holds, problem in (
-            ("generation.engine.name == 'own'", "self is for the engine own: name a model, or take that engine"),
+            ("generation.engine.name == 'own'", "self needs the engine own: name a model, or use that engine"),
             (
                 "roles.generator.tensorParallel == 1",
-                "self is not made of a model that several processes hold: roles.generator.tensorParallel must be 1",
+                "self does not support tensor parallelism: roles.generator.tensorParallel must be 1",
             ),
         )
     ),
     JobRule(
         "roles.trainer.tensorParallel",
         "roles.trainer.tensorParallel == 1 or model.lora is None",
-        "updates of low rank are not cut: must be 1 with model.lora",
+        "LoRA does not support tensor parallelism: must be 1 with model.lora",
     ),
     JobRule(
         "roles.generator.replicas.max",
@@ -210,19 +210,19 @@ _OF_GENERATORS = (
         "roles.generator.workers",
         "roles.generator.replicas is None or roles.generator.replicas.max < roles.generator.replicas.min or "
         "roles.generator.replicas.min <= roles.generator.workers <= roles.generator.replicas.max",
-        "is what the job begins with: must be within replicas "
+        "is the initial number of generators: must be within replicas "
         "({roles.generator.replicas.min} to {roles.generator.replicas.max})",
     ),
     JobRule(
         "rebalance.mode",
         "roles.generator.replicas is None or rebalance.mode != 'off'",
-        "roles.generator.replicas follow the rebalancer's advice: must be auto, or remove replicas",
+        "roles.generator.replicas needs the rebalancer: must be auto, or remove replicas",
     ),
     *(
         JobRule(
             "roles.generator.replicas",
             f"roles.generator.replicas is None or generation.engine.name != '{name}'",
-            f"follow the rebalancer's advice, and samples of the engine {name} do not move: remove it",
+            f"needs the rebalancer, and samples of the engine {name} cannot move: remove it",
         )
         for name in ENGINES.where(lambda entry: not entry.is_movable)
     ),
@@ -230,7 +230,7 @@ _OF_GENERATORS = (
         JobRule(
             "roles.generator.tensorParallel",
             f"roles.generator.tensorParallel == 1 or generation.engine.name != '{name}'",
-            f"the engine {name} has no parts: must be 1",
+            f"the engine {name} does not support tensor parallelism: must be 1",
         )
         for name in ENGINES.where(lambda entry: not (entry.takes_a_group or entry.divides_models))
     ),
@@ -245,7 +245,7 @@ _OF_A_CLUSTER = (
     JobRule(
         "restart.id",
         "size(restart.roles) == 0 or restart.id != ''",
-        "give restart.roles an id, such as the date: a new one restarts",
+        "must be set with restart.roles, such as to the date; a new id restarts them",
         shows_value=False,
     ),
     JobRule(
@@ -255,7 +255,9 @@ _OF_A_CLUSTER = (
         "must be a folder within the claim, such as runs/mine",
     ),
     JobRule(
-        "storage.uri", "storage.uri is None or storage.claim is None", "is in place of a claim: remove one of the two"
+        "storage.uri",
+        "storage.uri is None or storage.claim is None",
+        "cannot be set together with storage.claim: remove one of the two",
     ),
     JobRule("storage.secret", "storage.secret is None or storage.uri is not None", "needs storage.uri; remove it"),
 )

@@ -85,7 +85,7 @@ class Authority:
         except ValueError as error:
             raise InvalidRequest("ca.pem, ca.key", "...", f"no usable authority: {error}") from None
         if not isinstance(own_key, ec.EllipticCurvePrivateKey):
-            raise InvalidRequest("ca.key", type(own_key).__name__, "must be a key of an elliptic curve")
+            raise InvalidRequest("ca.key", type(own_key).__name__, "must be an elliptic-curve key")
         return cls(secret, own_key, certificate, _valid(begin, lifetime))
 
     @property
@@ -195,7 +195,7 @@ def servers_tls(folder: Path, role: str) -> ssl.SSLContext:
     try:
         context.load_verify_locations(authority)
     except OSError as error:
-        raise InvalidRequest("credentials", str(authority), f"no usable certificate is there: {error}") from None
+        raise InvalidRequest("credentials", str(authority), f"holds no usable certificate: {error}") from None
     return context
 
 
@@ -244,5 +244,5 @@ def _context(protocol: int, folder: Path, role: str) -> ssl.SSLContext:
         context.load_verify_locations(files.authority)
         context.load_cert_chain(files.certificate, files.key)
     except OSError as error:  # ssl.SSLError is one
-        raise InvalidRequest("credentials", str(folder), f"no usable certificate of {role} is there: {error}") from None
+        raise InvalidRequest("credentials", str(folder), f"holds no usable certificate of {role}: {error}") from None
     return context

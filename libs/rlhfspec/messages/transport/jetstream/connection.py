@@ -34,7 +34,7 @@ RETRY_SECONDS = 0.1
 HUNG_SECONDS = 0.5
 RECONNECT_SECONDS = 2.0  # of one attempt
 OUTBOX_BYTES = 64 << 20  # buffer for messages sent while the server is away
-_REFUSED = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
+_PERMISSION_REFUSED = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
 
 
 class Connection:
@@ -238,7 +238,7 @@ class Connection:
             answer.set_result(message)
 
     async def _on_error(self, error: Exception) -> None:
-        if found := _REFUSED.search(str(error)):
+        if found := _PERMISSION_REFUSED.search(str(error)):
             use, subject = found[1].lower(), found[2].lower()
             self._refused.add(("publish" if use == "publish" else "subscription", subject))
             self._lose([answer for asked, answer in self._answers.values() if asked == subject])
@@ -290,7 +290,7 @@ class _Client(Client):
         assert socket is not None, "it is connected"
         if self.options.get("tls") is not None and socket.get_extra_info("ssl_object") is None:
             socket.abort()
-            raise nats.errors.Error("nats: the server speaks no TLS any more")
+            raise nats.errors.Error("nats: the server no longer speaks TLS")
         return super()._connect_command()
 
     async def _process_op_err(self, e: Exception) -> None:

@@ -50,7 +50,7 @@ class Token:
         if len(words) > 9:  # preceded by domain and account
             words = words[:2] + words[4:]
         if len(words) < 9 or words[:2] != ["$JS", "ACK"] or not (words[4].isdigit() and words[5].isdigit()):
-            raise InvalidRequest("token", token, "is none of a delivery")
+            raise InvalidRequest("token", token, "is not a delivery token")
         return cls(words[2], words[3], int(words[4]), int(words[5]))
 
 

@@ -29,13 +29,13 @@ async def read_info(url: str) -> dict[str, Any]:
         if not line:
             raise ConnectionResetError
         if not line.startswith(b"INFO "):
-            raise InvalidRequest("nats", url, "is no NATS server")
+            raise InvalidRequest("nats", url, "is not a NATS server")
         info: dict[str, Any] = json.loads(line.removeprefix(b"INFO "))
         return info
     except OSError as error:  # such as a proxy in front of a server that is starting
-        raise TransportUnavailable(url, "what listens there hangs up") from error
+        raise TransportUnavailable(url, "the server closes the connection at once") from error
     except ValueError as error:
-        raise InvalidRequest("nats", url, "is no NATS server") from error
+        raise InvalidRequest("nats", url, "is not a NATS server") from error
     finally:
         writer.close()
         with suppress(OSError):
@@ -82,6 +82,6 @@ def tls_problem(error: ssl.SSLError) -> str:
     "the server refuses this client's certificate: tlsv13 alert certificate required"
     """
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"the server's certificate is not to be trusted: {error.verify_message}"
+        return f"the server's certificate cannot be trusted: {error.verify_message}"
     said = re.sub(r"^\[.*?\] | \(_ssl\.c:\d+\)$", "", str(error.args[-1]))
     return f"the server refuses this client's certificate: {said}" if " alert " in said else f"TLS fails: {said}"

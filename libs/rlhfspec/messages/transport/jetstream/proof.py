@@ -33,7 +33,7 @@ class NatsProof:
         if self.creds is not None:
             found = _CREDS.search(_read("creds", self.creds))
             if found is None:
-                raise InvalidRequest("creds", str(self.creds), "is no NATS credentials file")
+                raise InvalidRequest("creds", str(self.creds), "is not a NATS credentials file")
             _check_seed("creds", self.creds, found["seed"])
         elif self.nkey_seed is not None:
             _check_seed("nkey_seed", self.nkey_seed, _read("nkey_seed", self.nkey_seed).strip())
@@ -59,4 +59,4 @@ def _check_seed(field: str, path: Path, seed: bytes) -> None:
     try:
         nkeys.from_seed(bytearray(seed)).wipe()
     except (nkeys.NkeysError, ValueError) as error:
-        raise InvalidRequest(field, str(path), "is no NKEY seed") from error
+        raise InvalidRequest(field, str(path), "is not an NKEY seed") from error

@@ -23,10 +23,10 @@ from rlhfspec.messages.transport.jetstream.deliveries import Consuming, NatsMess
 from rlhfspec.messages.transport.jetstream.streams import SECOND, latest_of, stream_name
 
 SLICE_SECONDS = 5.0
-_LATE_SECONDS = 0.5  # after a request's expiry, to wait for its answer
+_EXPIRY_GRACE_SECONDS = 0.5  # after a request's expiry, to wait for its answer
 PULL_BYTES = 32 << 20  # well below the unread bytes at which a subscription drops messages
-_CLOSE_SECONDS = 1.0
-_AT_ONCE = 64
+_UNSUBSCRIBE_SECONDS = 1.0
+_CONCURRENT_FETCHES = 64
 _ENDED = "ended"  # the connection is gone, or enough has arrived
 EMPTY = ("404", "408", _ENDED)
 
@@ -89,7 +89,7 @@ class PullReading:
         subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream_name(self._consuming.subject)}.{self._consuming.consumer.name}"
         try:
             await self._connection.send(subject, json.dumps(wanted).encode(), reply=f"{self._inbox}.{number}")
-            async with asyncio.timeout(seconds + _LATE_SECONDS):
+            async with asyncio.timeout(seconds + _EXPIRY_GRACE_SECONDS):
                 return await ended
         except TimeoutError:
             return _ENDED
@@ -141,14 +141,14 @@ class PullReading:
         if self._heard is None or self._connection.is_closed:
             return
         with suppress(TimeoutError):
-            async with asyncio.timeout(_CLOSE_SECONDS):
+            async with asyncio.timeout(_UNSUBSCRIBE_SECONDS):
                 if self._connection.is_connected:
                     await self._heard.drain()  # type: ignore[no-untyped-call]
                 else:
                     await self._heard.unsubscribe()
         self._is_left = True
         with suppress(TimeoutError):
-            async with asyncio.timeout(_CLOSE_SECONDS):
+            async with asyncio.timeout(_UNSUBSCRIBE_SECONDS):
                 await asyncio.gather(*(message.nak() for message in self._ready))
 
 
@@ -217,10 +217,10 @@ class WatchReading:
             raise InvalidRequest("subject", self._subject, "was not declared, or is gone")
         subjects = list(info["state"].get("subjects") or {}) if self._of_state else []
         found = []
-        for start in range(0, len(subjects), _AT_ONCE):
+        for start in range(0, len(subjects), _CONCURRENT_FETCHES):
             asked = [
                 self._connection.api(f"STREAM.MSG.GET.{stream}", {"last_by_subj": subject})
-                for subject in subjects[start : start + _AT_ONCE]
+                for subject in subjects[start : start + _CONCURRENT_FETCHES]
             ]
             found += [answer["message"] for answer in await asyncio.gather(*asked) if "error" not in answer]
         for each in sorted(found, key=lambda each: int(each["seq"])):

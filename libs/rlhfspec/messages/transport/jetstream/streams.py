@@ -22,7 +22,7 @@ from rlhfspec.messages.transport.base import Consumer, Kind
 
 SECOND = 1_000_000_000  # nanoseconds, as in JetStream
 DUPLICATE_WINDOW_SECONDS = 3600  # ids stay known after their messages are gone; about 200 bytes each
-_WORDS = re.compile(r"[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)*")
+_SUBJECT_WORDS = re.compile(r"[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)*")
 _KIND, _CONSUMERS = "rlhfspec.kind", "rlhfspec.consumers"
 
 
@@ -45,7 +45,7 @@ FOR_EVER = Keeping()
 
 
 def stream_name(subject: str) -> str:
-    if not _WORDS.fullmatch(subject):
+    if not _SUBJECT_WORDS.fullmatch(subject):
         raise InvalidRequest("subject", subject, "must be words of letters, digits and -, with dots between them")
     return subject.replace(".", "_")
 

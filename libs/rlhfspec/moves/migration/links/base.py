@@ -71,7 +71,7 @@ class Offer:
     >>> Offer.of("[]")
     Traceback (most recent call last):
     ...
-    rlhfspec.errors.LinkError: offer: is none of a link ('[]')
+    rlhfspec.errors.LinkError: offer: is not a link's offer ('[]')
     """
 
     token: str
@@ -89,5 +89,5 @@ class Offer:
                 tuple(dict(way, kind=str(way["kind"])) for way in read["ways"]),
             )
         except (ValueError, TypeError, LookupError, RecursionError) as error:
-            raise LinkError("offer", f"is none of a link ({text[:80]!r})") from error
+            raise LinkError("offer", f"is not a link's offer ({text[:80]!r})") from error
         return cls(token=token, ways=ways)

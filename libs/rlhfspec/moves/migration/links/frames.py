@@ -23,7 +23,7 @@ from rlhfspec.errors import LinkError
 from rlhfspec.moves.migration.links.base import MOST_KEY_BYTES, SECONDS
 
 MAGIC = b"RLHFKV01"
-_NONCE_BYTES = 16
+_LINK_NONCE_BYTES = 16
 _PROOF_BYTES = 32
 _HEADER = struct.Struct("!4sHIQ")  # mark, length of the key, place (a number of the link), bytes of the range
 _MARK = b"KVRG"
@@ -41,7 +41,7 @@ class FrameHeader(NamedTuple):
     def to_bytes(self) -> bytes:
         key = self.key.encode()
         if not 0 < len(key) <= MOST_KEY_BYTES:
-            raise LinkError(self.key[:80], f"a key has 1 to {MOST_KEY_BYTES} bytes")
+            raise LinkError(self.key[:80], f"a key must have 1 to {MOST_KEY_BYTES} bytes")
         return _HEADER.pack(_MARK, len(key), self.place, self.num_bytes) + key
 
     @classmethod
@@ -50,11 +50,11 @@ class FrameHeader(NamedTuple):
         fixed = first + read_exactly(connection, _HEADER.size - len(first), deadline)
         mark, length, place, num_bytes = _HEADER.unpack(fixed)
         if mark != _MARK or not 0 < length <= MOST_KEY_BYTES:
-            raise LinkError("header", "is none of ours")
+            raise LinkError("header", "is not a header of this protocol")
         try:
             name = read_exactly(connection, length, deadline).decode()
         except UnicodeDecodeError:
-            raise LinkError("header", "has a key that is no text") from None
+            raise LinkError("header", "has a key that is not UTF-8 text") from None
         if num_bytes > most_bytes:
             raise LinkError(name, f"has {num_bytes} bytes, more than {most_bytes}")
         return cls(name, num_bytes, place)
@@ -63,9 +63,9 @@ class FrameHeader(NamedTuple):
 def welcome(connection: socket.socket, token: str, *, timeout: float) -> None:
     """Run the destination's handshake, or raise LinkError for an unknown token."""
     deadline = time.monotonic() + timeout
-    ours = secrets.token_bytes(_NONCE_BYTES)
+    ours = secrets.token_bytes(_LINK_NONCE_BYTES)
     send_all(connection, [MAGIC + ours], deadline)
-    theirs = read_exactly(connection, _NONCE_BYTES, deadline)
+    theirs = read_exactly(connection, _LINK_NONCE_BYTES, deadline)
     proof = read_exactly(connection, _PROOF_BYTES, deadline)
     if not hmac.compare_digest(proof, _proof(token, b"source", ours, theirs)):
         raise LinkError("greeting", "the other end does not know the token")
@@ -76,8 +76,8 @@ def greet(connection: socket.socket, token: str, *, timeout: float) -> None:
     """Run the source's handshake, or raise LinkError for an unknown token."""
     deadline = time.monotonic() + timeout
     if read_exactly(connection, len(MAGIC), deadline) != MAGIC:
-        raise LinkError("greeting", "no landing listens there")
-    theirs, ours = read_exactly(connection, _NONCE_BYTES, deadline), secrets.token_bytes(_NONCE_BYTES)
+        raise LinkError("greeting", "what listens there is not the receiving end of a link")
+    theirs, ours = read_exactly(connection, _LINK_NONCE_BYTES, deadline), secrets.token_bytes(_LINK_NONCE_BYTES)
     send_all(connection, [ours + _proof(token, b"source", theirs, ours)], deadline)
     if not hmac.compare_digest(
         read_exactly(connection, _PROOF_BYTES, deadline), _proof(token, b"destination", theirs, ours)
@@ -101,7 +101,7 @@ def read_into(connection: socket.socket, view: memoryview, deadline: float | Non
         try:
             count = connection.recv_into(view[:CHUNK_BYTES])
         except TimeoutError:
-            raise LinkError("connection", "the other end stopped in the middle of something") from None
+            raise LinkError("connection", "the other end stopped in the middle of a message") from None
         except OSError as error:
             raise LinkError("connection", f"broke ({error.strerror or error})") from error
         if count == 0:
@@ -120,7 +120,7 @@ def send_all(connection: socket.socket, parts: Sequence[bytes | memoryview], dea
             if count:
                 views[0] = views[0][count:]
     except TimeoutError:
-        raise LinkError("connection", "the other end does not read") from None
+        raise LinkError("connection", "the other end is not reading") from None
     except OSError as error:
         raise LinkError("connection", f"broke ({error.strerror or error})") from error
 

@@ -31,7 +31,7 @@ def is_here(way: Mapping[str, Any], token: str) -> bool:
 class MemorySending:
     def __init__(self, way: Mapping[str, Any], token: str, *, seconds: float = SECONDS) -> None:
         if not is_here(way, token):
-            raise LinkError("memory", "the landing is of another process, or closed")
+            raise LinkError("memory", "the receiving end is in another process, or closed")
         self._token = token
         self._inbox = _inboxes[token]
         self._seconds = seconds
@@ -40,7 +40,7 @@ class MemorySending:
     def room(self, num_bytes: int) -> memoryview:
         self._give_back()
         if self._token not in _inboxes:
-            raise LinkError("memory", "the landing is closed")
+            raise LinkError("memory", "the receiving end is closed")
         self._room = self._inbox.buffer(num_bytes, timeout=self._seconds)
         return self._room
 
@@ -48,7 +48,7 @@ class MemorySending:
         room, self._room = self._room, None
         assert room is not None, "nothing was packed"
         if self._token not in _inboxes:
-            raise LinkError("memory", "the landing is closed")
+            raise LinkError("memory", "the receiving end is closed")
         self._inbox.land(key, room[:num_bytes], lambda: self._inbox.give_back(room))
 
     def close(self) -> None:

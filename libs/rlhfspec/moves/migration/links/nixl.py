@@ -250,8 +250,8 @@ class NixlSending:
 def _wait_for_done(connection: socket.socket, help_on: Callable[[], None], deadline: float) -> None:
     while not select.select([connection], [], [], 0)[0]:
         if time.monotonic() > deadline:
-            raise LinkError("connection", "the other end stopped in the middle of something")
+            raise LinkError("connection", "the other end did not confirm the transfer in time")
         help_on()
         os.sched_yield()
     if read_exactly(connection, len(_DONE), deadline) != _DONE:
-        raise LinkError("connection", "said what is no answer")
+        raise LinkError("connection", "the other end sent an invalid answer")

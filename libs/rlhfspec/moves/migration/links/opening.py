@@ -14,7 +14,7 @@ from rlhfspec.job.choices.links import AUTO, LINKS
 from rlhfspec.moves.migration.links.base import MOST_LANDED_BYTES, SECONDS, LandingAddress, Offer, QuickSending, Sending
 from rlhfspec.moves.migration.links.inbox import Landing
 
-_NUM_THREADS = 8  # that block on links, so that neither event loop nor engine does
+_NUM_LINK_THREADS = 8  # that block on links, so that neither event loop nor engine does
 T = TypeVar("T")
 
 
@@ -54,7 +54,7 @@ def open_sending(offer: str, *, tls: ssl.SSLContext | None = None, seconds: floa
             if sending is not None:
                 return sending
     kinds = ", ".join(str(way["kind"])[:20] for way in read.ways[:8])
-    raise LinkError("offer", f"no way of it leads there from here ({kinds})")
+    raise LinkError("offer", f"none of its links can be used from here ({kinds})")
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class Links:
         self.landing = landing
         self._open = open_sending
         self._ways: dict[str, SendingWay] = {}
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="moves")
+        self._threads = ThreadPoolExecutor(_NUM_LINK_THREADS, thread_name_prefix="moves")
 
     async def in_thread(self, do: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, do)

@@ -71,10 +71,10 @@ class ShmWay:
             if files:  # it replaces the file of this number
                 places[header.place] = _mapped(files[0], self._inbox.most_bytes)
             if header.place not in places or len(places) > _MOST_PLACES:
-                raise LinkError("place", "is none that was handed over")
+                raise LinkError("place", "names no memory that was handed over")
             memory = places[header.place]
             if header.num_bytes > len(memory):
-                raise LinkError("place", f"has {len(memory)} bytes, the range {header.num_bytes}")
+                raise LinkError("place", f"has {len(memory)} bytes, but the range has {header.num_bytes}")
         except LinkError as error:
             self._inbox.fail(header.key, str(error))
             raise
@@ -155,7 +155,7 @@ class ShmSending:
             seconds = 0.0
             (place,) = _PLACE.unpack(read_exactly(self._connection, _PLACE.size, time.monotonic() + self._seconds))
             if place not in self._memory:
-                raise LinkError("connection", "the other end is done with what it never had")
+                raise LinkError("connection", "the other end released memory that it was never given")
             self._free.add(place)
 
     def _place_for(self, num_bytes: int) -> int | None:
@@ -191,7 +191,7 @@ def _new(size: int) -> tuple[int, mmap.mmap]:
         return file, mmap.mmap(file, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     except OSError as error:
         os.close(file)
-        raise LinkError("shm", f"no memory of {size} bytes: {error.strerror}") from error
+        raise LinkError("shm", f"cannot allocate {size} bytes: {error.strerror}") from error
 
 
 def _mapped(file: int, most_bytes: int) -> mmap.mmap:
@@ -200,7 +200,7 @@ def _mapped(file: int, most_bytes: int) -> mmap.mmap:
         seals = fcntl.fcntl(file, _F_GET_SEALS)
         size = os.fstat(file).st_size
         if seals & _SEALS != _SEALS or not 0 < size <= 2 * most_bytes:
-            raise LinkError("place", "is no memory of a link")
+            raise LinkError("place", "is not shared memory of a link")
         return mmap.mmap(file, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
     except OSError as error:
         raise LinkError("place", f"cannot be mapped: {error.strerror}") from error

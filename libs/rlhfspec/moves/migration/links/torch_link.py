@@ -27,7 +27,7 @@ from rlhfspec.moves.migration.links.base import SECONDS, LandingAddress
 from rlhfspec.moves.migration.links.frames import FrameHeader, read_exactly, send_all
 from rlhfspec.moves.migration.links.inbox import Landing
 
-_NUMBER = struct.Struct("!I")
+_GROUP_NUMBER = struct.Struct("!I")
 _SOURCE, _DESTINATION = 1, 0
 _open: weakref.WeakSet[TorchWay] = weakref.WeakSet()
 
@@ -60,7 +60,7 @@ class TorchWay:
     def _serve(self, connection: socket.socket) -> None:
         store, number = self._store, next(self._numbers)
         assert store is not None
-        send_all(connection, [_NUMBER.pack(number)], time.monotonic() + self._seconds)
+        send_all(connection, [_GROUP_NUMBER.pack(number)], time.monotonic() + self._seconds)
         group = _group(store, number, _DESTINATION, self._seconds)
         while True:
             first = read_exactly(connection, 1, None)
@@ -91,7 +91,7 @@ class TorchSending(tcp.SocketSending):
         super().__init__(way, token, tls=tls, seconds=seconds)
         try:
             deadline = time.monotonic() + seconds
-            (number,) = _NUMBER.unpack(read_exactly(self._connection, _NUMBER.size, deadline))
+            (number,) = _GROUP_NUMBER.unpack(read_exactly(self._connection, _GROUP_NUMBER.size, deadline))
             with _named():
                 store = TCPStore(
                     str(way["host"]), int(way["store"]), is_master=False, timeout=timedelta(seconds=seconds)
@@ -99,7 +99,7 @@ class TorchSending(tcp.SocketSending):
             self._group: Any = _group(store, number, _SOURCE, seconds)
         except (LinkError, LookupError, ValueError) as error:
             self._connection.close()
-            raise error if isinstance(error, LinkError) else LinkError("torch", "its offer names no store") from error
+            raise error if isinstance(error, LinkError) else LinkError("torch", "the offer names no store") from error
 
     def send(self, key: str, num_bytes: int) -> None:
         assert self._group is not None, "closed"

@@ -27,8 +27,8 @@ _PROBE_TOKENS, _PROBE_PROMPT, _NUM_PROBES = 24, 16, 3
 # Relative to the largest output; an ignored cache or mask changes far more.
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
 _Asked = tuple[list[int], Future[torch.Tensor]]
-_ANEW = "its prompt anew, for the model cannot go on behind one"
-_ALONE = "alone, for the model does not see that shorter ones beside it are padded"
+_ANEW = "its prompt again, because the model cannot continue from a cached one"
+_ALONE = "alone, because the model ignores that shorter ones beside it are padded"
 
 
 class Classifier:
@@ -117,7 +117,7 @@ class Classifier:
         finally:
             self.clear()
         near = difference < _TOLERANCES[self._model.dtype]
-        return "" if near else f"its outputs differ by {difference:.2g} of the largest"
+        return "" if near else f"its outputs differ by {difference:.2g} of the largest output"
 
     def _kept(self, probes: list[list[int]]) -> torch.Tensor:
         return torch.stack([self._behind(tuple(probe[:_PROBE_PROMPT]), probe[_PROBE_PROMPT:]) for probe in probes])

@@ -54,7 +54,7 @@ class FunctionRewards:
                 raise InvalidRequest(
                     self._field,
                     name,
-                    f"the function needs an argument that nothing provides{hint} There are: {', '.join(offered)}",
+                    f"the function needs an argument that nothing provides{hint or '.'} Known: {', '.join(offered)}",
                 )
 
     async def start(self) -> None:
@@ -113,5 +113,5 @@ def _parameters(function: Function, field: str) -> tuple[list[inspect.Parameter]
         if parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY):
             named.append(parameter)
         elif parameter.kind is inspect.Parameter.POSITIONAL_ONLY and parameter.default is inspect.Parameter.empty:
-            raise InvalidRequest(field, parameter.name, "arguments are given by name; this one takes none")
+            raise InvalidRequest(field, parameter.name, "arguments are passed by name, but this one is positional-only")
     return named, any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)

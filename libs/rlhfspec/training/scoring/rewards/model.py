@@ -106,7 +106,7 @@ class ModelRewards:
             )
             tokenizer = AutoTokenizer.from_pretrained(self._path)
         except LOAD_ERRORS as error:
-            problem = f"is no sequence-classification model with a tokenizer: {first_line(error)}"
+            problem = f"is not a sequence-classification model with a tokenizer: {first_line(error)}"
             raise InvalidRequest(f"{self._field}.path", self._path, problem) from error
         if missing := sorted(report["missing_keys"]):  # transformers would initialise them at random
             problem = f"has no trained classification head: {', '.join(missing)} missing"
@@ -119,9 +119,11 @@ class ModelRewards:
 
     def _check_label(self, num_labels: int) -> None:
         if self._label is None and num_labels != 1:
-            raise InvalidRequest(f"{self._field}.label", None, f"the model has {num_labels} outputs: say which counts")
+            problem = f"the model has {num_labels} outputs: set the index of the reward"
+            raise InvalidRequest(f"{self._field}.label", None, problem)
         if self._label is not None and self._label >= num_labels:
-            raise InvalidRequest(f"{self._field}.label", self._label, f"the model has {num_labels} outputs, from 0")
+            problem = f"must be < {num_labels}: the model has {num_labels} outputs, counted from 0"
+            raise InvalidRequest(f"{self._field}.label", self._label, problem)
 
     async def close(self) -> None:
         self._loaded = None

@@ -129,7 +129,7 @@ class RewardSources:
         """Log only a step's first dropped sample, because a source that is down drops all samples."""
         if sample.step != self._told_step:
             self._told_step = sample.step
-            log.warning("sample %s is left out: %s (num_dropped counts others of the step)", sample.id, error)
+            log.warning("sample %s is left out: %s (others of this step only count in num_dropped)", sample.id, error)
 
 
 async def _from(attempts: Attempts, samples: Sequence[Sample], during: During, told: Told) -> list[Reward]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PING_SECONDS = 0.1  # part of a call's deadline
-_IDLE_SECONDS = 1.0  # before an idle thread ends; starting one costs more than most rewards
+_IDLE_THREAD_SECONDS = 1.0  # before an idle thread ends; starting one costs more than most rewards
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def _work(jobs: _Jobs) -> None:
 
 def _next(jobs: _Jobs) -> tuple[Callable[[], object], Future[CallResult]] | None:
     try:
-        return jobs.get(timeout=_IDLE_SECONDS)
+        return jobs.get(timeout=_IDLE_THREAD_SECONDS)
     except queue.Empty:
         with _idle_lock:
             if jobs in _idle:

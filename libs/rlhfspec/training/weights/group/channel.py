@@ -64,7 +64,7 @@ class Channel:
         while not work.is_completed():  # a host that waits in NCCL waits for ever
             if time.monotonic() > deadline:
                 self.close()
-                raise RuntimeError(f"no end of a broadcast in {seconds:g} s")
+                raise RuntimeError(f"a broadcast did not finish within {seconds:g} s")
             time.sleep(_POLL_SECONDS)
         work.wait()
 

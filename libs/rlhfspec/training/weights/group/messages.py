@@ -19,7 +19,7 @@ _HOST_AND_PORT = re.compile(r"(?:[A-Za-z0-9]([A-Za-z0-9.-]{0,252})|\[[0-9A-Fa-f:
 
 def _host_and_port(address: str) -> str:
     if not _HOST_AND_PORT.fullmatch(address):
-        raise ValueError("is no host:port")
+        raise ValueError("must be host:port")
     return address
 
 

@@ -33,8 +33,8 @@ from rlhfspec.training.weights.grpc_messages import parse
 from rlhfspec.training.weights.packed import Buffers, PackedWeights, WeightsHeader, machine_memory
 
 COMMIT_SECONDS = 5.0  # for pending buckets when the sender has sent all
-_ASK_SECONDS = 0.1
-_CALL_SECONDS = 2.0
+_POLL_TRAINER_SECONDS = 0.1
+_TRAINER_CALL_SECONDS = 2.0
 _OPTIONS = (*OPTIONS, ("grpc.max_reconnect_backoff_ms", 1000))
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class GroupReceiver:
     def close(self) -> None:
         """Leave the group and notify the trainer, so that it does not wait."""
         self._closed.set()
-        self._asking.join(_CALL_SECONDS)
+        self._asking.join(_TRAINER_CALL_SECONDS)
         self._channels.close()
 
     def _run(self) -> None:
@@ -90,7 +90,7 @@ class GroupReceiver:
             order = self._ask(said)
             if order is not None:
                 said = self._done(order)
-            if (order is None or said is None) and self._closed.wait(_ASK_SECONDS):
+            if (order is None or said is None) and self._closed.wait(_POLL_TRAINER_SECONDS):
                 break
         self._ask(None)
         self._forget_trainer()
@@ -108,7 +108,7 @@ class GroupReceiver:
             self._trainer = address, channel_to(address, self._credentials, self._server_name, _OPTIONS)
         call = self._trainer[1].unary_unary(f"/{GROUP_SERVICE}/{GROUP_METHOD}")
         with suppress(grpc.RpcError, MalformedRecord):
-            answer = call(ask.model_dump_json().encode(), timeout=_CALL_SECONDS)
+            answer = call(ask.model_dump_json().encode(), timeout=_TRAINER_CALL_SECONDS)
             return parse(GroupOrder, answer, MAX_ORDER_BYTES)
         return None
 
@@ -142,7 +142,7 @@ class GroupReceiver:
             return "this transfer is not under way here"
         self._arriving = None
         if problem := arriving.compared(commit.digests):
-            log.warning("weights version %d did not come by the group: %s", arriving.begin.version, problem)
+            log.warning("weights version %d did not arrive by the group: %s", arriving.begin.version, problem)
             self._channels.close()
             return problem
         header = arriving.packed.header.model_copy(update={"digest": commit.digest})
@@ -172,9 +172,9 @@ class _Arriving:
             try:
                 came = found.result(max(deadline - time.monotonic(), 0))
             except (RuntimeError, FutureTimeout) as error:
-                return f"of rank {sender}: {str(error) or 'not all of it came'}"
+                return f"rank {sender}: {str(error) or 'not all of it came'}"
             if len(said) != len(came):
-                return f"of rank {sender}: {len(said)} buckets were sent, {len(came)} came"
+                return f"rank {sender}: {len(said)} buckets were sent, {len(came)} came"
             for number, (one, other) in enumerate(zip(came, said, strict=True)):
                 if one != other:
                     return f"bucket {number} of rank {sender} is not what was sent"

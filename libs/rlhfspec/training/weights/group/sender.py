@@ -35,14 +35,14 @@ from rlhfspec.training.weights.group.shares import Shares, Told
 from rlhfspec.training.weights.grpc_messages import parse
 
 _SILENT_SECONDS = 3.0  # without a poll, until a generator is dropped
-_CALL_SECONDS = 5.0
+_ORDER_SECONDS = 5.0
 SLOWEST = 100e6  # bytes a second; a slower group is closed
 MOST_RESTING = 64  # versions
 log = logging.getLogger(__name__)
 
 
 def hold_up_seconds(num_bytes: int) -> float:
-    return _CALL_SECONDS + _sending_seconds(num_bytes) + BUCKET_SECONDS + _CALL_SECONDS + COMMIT_SECONDS
+    return _ORDER_SECONDS + _sending_seconds(num_bytes) + BUCKET_SECONDS + _ORDER_SECONDS + COMMIT_SECONDS
 
 
 def _sending_seconds(num_bytes: int) -> float:
@@ -168,8 +168,8 @@ class GroupSender:
     def _answer(self, content: bytes, context: grpc.ServicerContext) -> bytes:
         names = {name.decode(errors="replace") for name in context.auth_context().get("x509_common_name", [])}
         if self._askers is not None and names.isdisjoint(self._askers):
-            known = ", ".join(sorted(names)) or "one without a certificate"
-            context.abort(grpc.StatusCode.PERMISSION_DENIED, f"{known} may not take part")
+            known = ", ".join(sorted(names)) or "a client without a certificate"
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, f"{known} may not join the group")
         try:
             ask = parse(GroupAsk, content)
         except MalformedRecord as error:
@@ -229,19 +229,21 @@ class VersionUnderWay:
             commit = GroupCommit(transfer=self._transfer, digest=digest, digests=self._digests)
             order = GroupOrder(order=secrets.token_hex(8), commit=commit)
             try:
-                self._sender.tell_all(dict.fromkeys(self._members, order), _CALL_SECONDS + COMMIT_SECONDS)
+                self._sender.tell_all(dict.fromkeys(self._members, order), _ORDER_SECONDS + COMMIT_SECONDS)
             except RuntimeError as error:
                 self._problem = str(error)
         seconds, version = time.monotonic() - self._began, self._told.header.version
         if self._problem:
             self._sender.failed()
             problem = self._problem.splitlines()[0]
-            log.warning("weights version %d goes by the store: after %.1f s: %s", version, seconds, problem)
+            log.warning(
+                "weights version %d goes by the store: the group failed after %.1f s: %s", version, seconds, problem
+            )
         else:
             self._sender.worked()
             num_bytes = self._told.header.num_bytes
-            log.info("weights version %d went to %d by group in %.3f s", version, len(self._members), seconds,
-                     extra={"fields": {"bytes": num_bytes, "seconds": seconds}})  # fmt: skip
+            log.info("weights version %d went to %d generators by group in %.3f s", version, len(self._members),
+                     seconds, extra={"fields": {"bytes": num_bytes, "seconds": seconds}})  # fmt: skip
         return self._problem
 
     def give_up_unless_ended(self) -> None:
@@ -251,7 +253,7 @@ class VersionUnderWay:
 
     def _run(self, send: Callable[[Told], list[list[str]]]) -> None:
         try:
-            self._sender.tell_all(self._beginnings(), _CALL_SECONDS)
+            self._sender.tell_all(self._beginnings(), _ORDER_SECONDS)
             self._digests = send(self._told)
         except RuntimeError as error:  # includes torch's own errors
             self._problem = str(error)

@@ -63,7 +63,7 @@ class Shares:
             digests.append(bucket_digest(content, name_of(told.header, rank, number)))
             under_way(BUCKET_SECONDS)
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{number} of {len(plan)} buckets in {told.deadline_seconds:.0f} s: too slow")
+                raise RuntimeError(f"{number} of {len(plan)} buckets sent in {told.deadline_seconds:.0f} s: too slow")
             under_way = channel.broadcast(content)
         under_way(BUCKET_SECONDS)
         return digests

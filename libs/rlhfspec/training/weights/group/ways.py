@@ -12,7 +12,7 @@ from typing import Literal
 Way = Literal["group", "store"]
 TRIALS = 2  # of the group before it is judged; the first includes forming it
 AGAIN = 64  # versions by the store after which the group is tried again
-_KEPT = 3  # of each way; their median counts
+_MEDIAN_OF = 3  # of each way; their median counts
 log = logging.getLogger(__name__)
 
 
@@ -25,7 +25,7 @@ class Ways:
         self._transfer = transfer
         self._told = told
         self._lock = threading.Lock()
-        self._seconds: dict[Way, deque[float]] = {"group": deque(maxlen=_KEPT), "store": deque(maxlen=_KEPT)}
+        self._seconds: dict[Way, deque[float]] = {"group": deque(maxlen=_MEDIAN_OF), "store": deque(maxlen=_MEDIAN_OF)}
         self._since_group = 0
         self.taken: Counter[str] = Counter()  # versions by way
 
