@@ -101,7 +101,7 @@ def test_a_restarted_generator_goes_on_with_the_learnt_drafter(
     eventually((run.folder / LEARNT / LEARNT_FILE).exists, "what was learnt is there")
     os.kill(run.pid_of("generator"), signal.SIGKILL)
     logs = run.folder / "logs"
-    said = "goes on from what was learnt"
+    said = "loaded a drafter that learnt"
     eventually(lambda: any(said in file.read_text() for file in logs.glob("*generator*")), "the next one takes it")
     hold.unlink()
     run.ends()

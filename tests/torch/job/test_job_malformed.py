@@ -299,8 +299,8 @@ def test_a_malformed_parquet_file_is_refused(folder: Path) -> None:
         ("trainig.steps=3", "--set trainig.steps=3: spec.trainig", "did you mean training?"),
         ("training.steps=0", "--set training.steps=0: spec.training.steps", "must be >= 1"),
         ("training.steps", "--set", "must look like training.steps=3"),
-        ("rewards.sources.4.weight=2", "spec.rewards.sources[4].weight", "no block"),
-        ("training.steps.more=2", "spec.training.steps.more", "no block"),
+        ("rewards.sources.4.weight=2", "spec.rewards.sources[4].weight", "not a block"),
+        ("training.steps.more=2", "spec.training.steps.more", "not a block"),
         ("model.path=[", "spec.model.path", "is not YAML"),
     ],
 )

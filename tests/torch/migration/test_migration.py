@@ -493,4 +493,4 @@ async def test_moves_to_unknown_peers_or_of_unknown_sequences_give_a_reason() ->
         await here.submit("x", seed=3, max_tokens=TOKENS)
         nobody = Peer(name="no", address="nowhere", incarnation="no-1")
         assert "no process there" in (await here.move("x", nobody)).reason
-        assert "not here" in (await here.move("z", nobody)).reason
+        assert "not at this generator" in (await here.move("z", nobody)).reason
