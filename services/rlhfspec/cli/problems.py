@@ -40,7 +40,7 @@ def said_of(error: OSError) -> str:
     """Return the error's message with its file, and the system limit behind it.
 
     >>> said_of(BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"))
-    "Resource temporarily unavailable (too many processes or threads: raise ulimit -u or the pids limit)"
+    'Resource temporarily unavailable (too many processes or threads: raise ulimit -u or the pids limit)'
     """
     place = f"{error.filename}: " if error.filename is not None else ""
     limit = f" ({LIMITS[error.errno]})" if error.errno in LIMITS else ""
