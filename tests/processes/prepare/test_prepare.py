@@ -134,7 +134,7 @@ def test_modules_in_the_storage_do_not_shadow_libraries(place: Place, monkeypatc
 def test_prepare_does_not_check_what_only_other_pods_have(place: Place) -> None:
     place.job["spec"]["rewards"]["sources"][0] = {"type": "http", "url": "${JUDGE}", "headers": {"key": "${KEY}"}}
     place.job["spec"]["roles"] = {"generator": {"workers": 10_000}}
-    assert place.prepare().endswith("begins")
+    assert place.prepare().endswith("(new run)")
 
 
 def test_prepare_goes_on_in_a_folder_with_trained_steps(place: Place) -> None:
@@ -155,7 +155,7 @@ def test_a_prepare_killed_half_way_can_be_repeated(place: Place) -> None:
         shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
         if name == "job.yaml":
             (place.folder / "manifest.json").unlink()  # it is written last
-        assert place.prepare().endswith("begins")
+        assert place.prepare().endswith("(new run)")
         assert {path.name for path in place.folder.iterdir()} == whole
 
 
@@ -214,7 +214,7 @@ def test_a_cached_model_that_was_changed_is_refused(place: Place, monkeypatch: p
 def test_a_run_goes_on_with_another_template_of_its_pods(place: Place) -> None:
     place.prepare()
     place.job["spec"]["podTemplate"] = {"spec": {"tolerations": [{"operator": "Exists"}]}}
-    assert place.prepare().endswith("begins")
+    assert place.prepare().endswith("(new run)")
 
 
 def test_a_folder_locked_by_another_pod_is_no_fault_of_the_job(place: Place) -> None:

@@ -173,7 +173,7 @@ def test_an_engine_is_added(job_file: Path, tmp_path_factory: pytest.TempPathFac
     sets = [argument for each in given for argument in ("--set", each)]
     elastic = ("--set", "generation.engine=plain", "--set", "roles.generator.replicas={min: 1, max: 2}")
     refused = overlay.rlhfspec("validate", job_file, *elastic)
-    assert "samples of the engine plain do not move" in " ".join(refused.stderr.split())
+    assert "samples of the engine plain cannot move" in " ".join(refused.stderr.split())
     theirs = overlay.rlhfspec("run", job_file, "--out", job_file.parent / "theirs", *sets)
     assert theirs.returncode == 0, theirs.stdout + theirs.stderr
     samples = answers_of(job_file.parent / "theirs")
