@@ -100,7 +100,10 @@ REFUSED: dict[str, tuple[Edits, str]] = {
     "rewards-slow": ({"rewards.sources": [HTTP | {"timeoutSeconds": 1e9}]}, "timeoutSeconds"),
     # what a pod would have of the job
     "template-our-label": ({f"{TEMPLATE}.metadata.labels": {names.JOB: "another"}}, "reserved for the operator"),
-    "template-our-annotation": ({f"{TEMPLATE}.metadata.annotations": {names.RESTART_ID: "1"}}, "reserved for the operator"),
+    "template-our-annotation": (
+        {f"{TEMPLATE}.metadata.annotations": {names.RESTART_ID: "1"}},
+        "reserved for the operator",
+    ),
     "template-restarts": ({f"{SPEC}.restartPolicy": "Always"}, "restartPolicy"),
     "template-nameless": ({f"{SPEC}.containers": [{"image": "x"}]}, "containers[0].name"),
     "template-65": ({f"{SPEC}.volumes": [{"name": f"v{each}"} for each in range(65)]}, "volumes"),

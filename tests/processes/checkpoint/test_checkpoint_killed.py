@@ -211,5 +211,8 @@ def test_a_share_missing_in_the_manifest_is_named_by_its_tensor(copied: Path) ->
     manifest = json.loads((folder / "manifest.json").read_text())
     del manifest["files"]["learner-00002-of-00004.safetensors"]
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    with CheckpointStore(copied, keep=9) as store, pytest.raises(StorageError, match=r"the share of learner\.\S+ that begins at"):
+    with (
+        CheckpointStore(copied, keep=9) as store,
+        pytest.raises(StorageError, match=r"the share of learner\.\S+ that begins at"),
+    ):
         store.open(1)

@@ -156,7 +156,9 @@ async def test_a_cancelled_start_is_not_confused_with_the_next_one(tmp_path: Pat
 async def test_a_launcher_that_cannot_start_says_so(tmp_path: Path) -> None:
     async with launching(tmp_path) as started:
         launcher = Launcher(started.launcher.environment, tmp_path / "launcher.log", modules=("no_such_module",))
-        with pytest.raises(ServerFailed, match=r"ended or hung while starting generator-0: ModuleNotFoundError: .*no_such_module"):
+        with pytest.raises(
+            ServerFailed, match=r"ended or hung while starting generator-0: ModuleNotFoundError: .*no_such_module"
+        ):
             await launcher.start("generator-0", ["-m", "program", "0"], tmp_path / "log")
 
 

@@ -46,7 +46,8 @@ def test_a_model_that_drafts_for_itself_keeps_the_bits_of_plain_decoding(kind: s
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_self_drafter_follows_new_weights_of_the_policy(dtype: str) -> None:
+def test_the_self_drafter_follows_new_weights_of_the_policy(dtype: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "rlhfspec.engine.forward.few_bits")
     engine, plain = make(draft="self", dtype=dtype, speculation=CHAIN), make(draft=None, dtype=dtype, speculation="off")
     first = [numbers.clone() for numbers in numbers_of(engine)]
     new = perturbed(model(), 0.5, seed=3)
@@ -54,6 +55,7 @@ def test_the_self_drafter_follows_new_weights_of_the_policy(dtype: str) -> None:
         each.submit(request("x", max_tokens=60))
         each.step()
         each.load_weights(dict(new.state_dict()), version=1)
+    assert ["quantised the policy" in line for line in caplog.messages] == [True], "once, for the engine that drafts"
     there_at_once = numbers_of(make(model=new, draft="self", dtype=dtype))
     assert all(map(torch.equal, numbers_of(engine), there_at_once))
     assert not any(map(torch.equal, numbers_of(engine), first))

@@ -153,7 +153,9 @@ def test_an_object_without_the_label_is_refused_and_one_with_it_is_not(name: str
 
 
 def test_storage_of_the_job_needs_the_label_too() -> None:
-    assert refusal(storage={"claim": "another"}).startswith("spec.storage.claim: PersistentVolumeClaim another does not")
+    assert refusal(storage={"claim": "another"}).startswith(
+        "spec.storage.claim: PersistentVolumeClaim another does not"
+    )
     store = {"uri": "s3://bucket/team", "secret": "another"}
     assert refusal(storage=store).startswith("spec.storage.secret: Secret another does not exist")
     running(storage={"claim": "runs"})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+import time
 from typing import Any
 
 import torch
@@ -13,6 +15,9 @@ from rlhfspec.huggingface.fused.experts import PackedExperts
 from rlhfspec.huggingface.structure.causal_lm import CausalLM
 from rlhfspec.kernels.int8 import in_8_bits, requantise
 from rlhfspec.kernels.linear import PackedGatedMLP, PackedLinear
+
+
+log = logging.getLogger(__name__)
 
 
 class FewBits:
@@ -30,10 +35,13 @@ class FewBits:
     @torch.inference_mode()
     def requantise(self) -> None:
         """Update the copy after the policy's weights changed."""
+        began = time.perf_counter()
         for copied, layer in self._pairs:
             requantise(copied, layer)
         if self.runner.native is not None:
             self.runner.native.bind()
+        seconds = time.perf_counter() - began
+        log.info("quantised the policy for drafting in %.3f s", seconds, extra={"fields": {"seconds": seconds}})
 
     def _copy(self, module: Any) -> Any:
         if id(module) not in self._copies:
