@@ -85,6 +85,6 @@ def test_an_unknown_context_is_refused(tmp_path: Path) -> None:
 
 async def test_a_zero_deadline_reports_an_absent_server_at_once(tmp_path: Path) -> None:
     async with Api(KubeAccess(kubeconfig(tmp_path, NOBODY)), deadline_seconds=0.0) as api:
-        refused = r"GET /api/v1/namespaces/rl/pods/sums: no answer: .*127\.0\.0\.1"
+        refused = r"GET /api/v1/namespaces/rl/pods/sums\): no answer: .*127\.0\.0\.1"
         with pytest.raises(ClusterUnavailable, match=refused):
             await api.get("v1", "Pod", "rl", "sums")
