@@ -187,6 +187,14 @@ def test_many_bad_rows_are_counted(tmp_path: Path) -> None:
     assert "990 more" in str(caught.value)
 
 
+def test_a_wrong_column_name_is_one_problem_and_a_missing_value_one_a_row() -> None:
+    records = [{"prompt": "a"}, {"question": "b"}, {"question": "c"}]
+    for column, num_problems in (("qestion", 1), ("question", 1), ("prompt", 2)):
+        with pytest.raises(JobError) as refused:
+            prompts_of(records, promptColumn=column)
+        assert len(refused.value.problems) == num_problems, column
+
+
 def test_a_prompt_is_tokenized_as_the_engine_does() -> None:
     row = prompts_of(RECORDS)[2]
     assert row.text == "2+1="

@@ -16,7 +16,6 @@ from rlhfspec.huggingface.structure.causal_lm import CausalLM
 from rlhfspec.kernels.int8 import in_8_bits, requantise
 from rlhfspec.kernels.linear import PackedGatedMLP, PackedLinear
 
-
 log = logging.getLogger(__name__)
 
 

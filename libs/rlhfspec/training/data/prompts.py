@@ -158,6 +158,9 @@ def check_rows(rows: Rows, dataset: Dataset) -> None:
             Problem(field=field, value=value, problem=problem, where=rows.where(index))
             for field, value, problem in _row_problems(row, dataset)
         ]
+    column = dataset.messages_column or dataset.prompt_column
+    if not any(column in row for row in rows.records):  # the name is wrong, not every row
+        problems = problems[:1]
     if problems:
         raise JobError(rows.source, at_most(problems))
 

@@ -112,7 +112,7 @@ def _data_lines(job: RLHFJob, with_tokenizer: bool) -> tuple[list[str], dict[str
     dataset, spec = job.spec.dataset, job.spec
     rows = checked_rows(job)
     if rows is None:
-        return [f"data        {dataset.path} (not read: it is not on this machine yet)"], None
+        return [f"data        {dataset.path} (not read: a job fetches or generates it when it starts)"], None
     lines = [f"data        {dataset.path}, {len(rows)} rows"]
     num_prompts, columns = len(rows), columns_of_rows(rows, dataset, range(len(rows)))
     if with_tokenizer:
