@@ -20,13 +20,10 @@ class MemoryWeightStore:
         self._versions: dict[tuple[str, Role], dict[int, tuple[str, dict[str, torch.Tensor]]]] = {}
 
     def put(self, job: str, role: Role, version: int, state_dict: StateDict) -> Weights:
-        with self._lock:
-            versions = self._versions.setdefault((job, role), {})
-            for old in retired({*versions, version}, self._keep):
-                versions.pop(old, None)  # before the copy, so that no version more than `keep` takes memory
         tensors = _copy(state_dict)
         record = weights_record(job, role, version, uri=f"memory:{job}/{role}/{version}", digest=digest(tensors))
         with self._lock:
+            versions = self._versions.setdefault((job, role), {})
             versions[version] = (record.digest, tensors)
             for old in retired(versions, self._keep):
                 del versions[old]
