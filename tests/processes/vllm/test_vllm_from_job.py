@@ -1,4 +1,5 @@
 import os
+import tempfile
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,10 @@ def ranks_of(pid: int) -> list[str]:
     return sorted(name for name in found if "Worker" in name)
 
 
-def test_tensor_parallel_of_the_job_is_vllms_number_of_ranks(tmp_path: Path) -> None:
+def test_tensor_parallel_of_the_job_is_vllms_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python_with_vllm()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "struct.py").write_text("raise ImportError('imported from a folder that anyone can write')")
     write_models(tmp_path, random_model("llama", seed=0, vocab_size=VOCAB_SIZE, head_dim=32))
     with closing(from_job.make(job_of(tmp_path, tensorParallel=2), lambda: None)) as engine:
         assert len(ranks_of(engine.pid)) == 2, ranks_of(engine.pid)

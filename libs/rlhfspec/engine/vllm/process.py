@@ -8,7 +8,6 @@ import os
 import select
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 import weakref
@@ -47,7 +46,7 @@ class VllmProcess:
     """Child process that runs vLLM and ends with its parent. `orders`: commands sent at each start. Not thread-safe."""
 
     def __init__(self, python: Path, orders: dict[str, dict[str, Any]], environment: dict[str, str]) -> None:
-        self._python = python.absolute()  # the child starts in another folder
+        self._python = python.absolute()  # the child starts in /, where its ranks find no foreign modules
         self._orders = orders
         self._environment = environment
         self._last_words: deque[str] = deque(maxlen=20)
@@ -126,7 +125,7 @@ class VllmProcess:
         return subprocess.Popen(
             attached([str(self._python), str(_SERVE)]),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env={**_BY_DEFAULT, **_without_ours(os.environ), **own}, cwd=tempfile.gettempdir(),
+            env={**_BY_DEFAULT, **_without_ours(os.environ), **own}, cwd="/",
             start_new_session=True,
         )  # fmt: skip
 
