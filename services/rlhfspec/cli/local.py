@@ -26,7 +26,7 @@ from rlhfspec.runs.view.view import View
 from rlhfspec.runs.view.watch import WatchService
 from rlhfspec.stage.base import Service
 from rlhfspec.stage.bus import Bus
-from rlhfspec.stage.context import Context, GeneratorContext, Run, kept_versions
+from rlhfspec.stage.context import Context, GeneratorContext, Run
 from rlhfspec.stage.dead_letters import DeadLetterWatch
 from rlhfspec.stage.pace import Heartbeats
 from rlhfspec.stage.supervisor import GRACE_SECONDS, STALL_SECONDS, Supervisor
@@ -49,7 +49,7 @@ class LocalRun(JobRun):
         self._bus = Bus(
             self._transport, job.metadata.name, uid=self._run.uid, workers=workers, clock=self._vitals.clock
         )
-        self._weights: WeightStore = WEIGHT_STORES["memory"].load()(StorePlace(keep=kept_versions(job)))
+        self._weights: WeightStore = WEIGHT_STORES["memory"].load()(StorePlace(keep=1))  # readers hold what they got
         self._services: list[Service] = []
         self._control = DirectControl()  # between the run's generators
         self._infos: list[WorkerInfo] = []  # of generators that samples can move between
