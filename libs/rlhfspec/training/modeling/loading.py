@@ -23,6 +23,7 @@ from rlhfspec.huggingface.structure.anatomy import examine
 from rlhfspec.huggingface.structure.causal_lm import Anatomy, CausalLM, anatomy_of, keep_anatomy, within_positions
 from rlhfspec.huggingface.structure.trace import refusing
 from rlhfspec.messages.records.models import ModelReport
+from rlhfspec.training.modeling.gated import keep_less_of_mlps
 from rlhfspec.training.modeling.packed import attend, hidden_states, use_packed_attention
 from rlhfspec.training.modeling.probed import answers, every_row, probes_of, random_keys
 
@@ -107,7 +108,7 @@ def prepared(
         report = replace(verdict.report, seconds=time.perf_counter() - began)
         return _made_ready(_in_its_type(model, dtype, stored), anatomy, report)
     reference = ask(model, anatomy, probes, name=name, rounding=rounding)
-    use_packed_attention(_in_its_type(model, dtype, stored))
+    _pack(_in_its_type(model, dtype, stored))
     with nullcontext() if kept_as == torch.bfloat16 else one_layer_wide(model):
         found = _packed_answers(model, reference)
     difference = reference.check(found, TOLERANCES[kept_as], whose="the trainer's")
@@ -128,6 +129,11 @@ def prepared(
     return _made_ready(model, anatomy, report)
 
 
+def _pack(model: Any) -> None:
+    use_packed_attention(model)
+    keep_less_of_mlps(model)
+
+
 def _types(dtype: str) -> tuple[str, torch.dtype]:
     name = "float32" if dtype == "auto" else dtype
     return name, getattr(torch, name)
@@ -144,7 +150,7 @@ def _in_its_type(model: Any, dtype: str, stored: bool) -> Any:
 
 def _made_ready(model: Any, anatomy: Anatomy, report: ModelReport) -> Any:
     keep_anatomy(model, anatomy)
-    use_packed_attention(model)
+    _pack(model)
     keep_report(model, report)
     return model.requires_grad_(True)
 

@@ -12,12 +12,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rlhfspec.huggingface.structure.layers import layers_of
+from rlhfspec.training.modeling.gated import keep_all_of_mlps
 from rlhfspec.training.modeling.packed import forward_layout, hidden_states, layout_now, pack_sequences, spec_of
 
 _SHORT, _LONG = 32, 64  # tokens of the test rows
 
 
 def recompute(trunk: nn.Module) -> None:
+    keep_all_of_mlps(trunk)
     for layer in layers_of(trunk):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=same_row)
 

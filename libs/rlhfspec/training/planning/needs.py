@@ -6,9 +6,9 @@
 
 With widths h (model), i (MLP), q (queries) and v (keys and values), a layer of two norms keeps for each token:
 
-    float32                    24 h + 4 (3 q + v) + 16 i + 4 heads
-    bfloat16                   16 h + 2 (3 q + v) +  8 i + 4 heads
-    float32, autocast bf16     26 h + 2 (3 q + v) +  8 i + 4 heads     and the weights once more, in bfloat16
+    float32                    24 h + 4 (3 q + v) +  8 i + 4 heads
+    bfloat16                   16 h + 2 (3 q + v) +  4 i + 4 heads
+    float32, autocast bf16     26 h + 2 (3 q + v) +  4 i + 4 heads     and the weights once more, in bfloat16
 
 Normed queries and keys add 6 or 8 times their width. A recomputed layer keeps only its input. The head adds three
 gradients, or if larger the logits of one part (`modeling.log_probs`), four times forward and three times backward.
@@ -119,7 +119,7 @@ def layer_bytes_a_token(shape: ModelShape, size: int, *, mixed: bool) -> int:
     inputs = 5 * size if mixed else 2 * size  # of matrix products; under autocast each has a copy
     norms = (shape.num_norms * a_norm + inputs) * shape.hidden + (4 + size) * shape.normed_width
     attention = size * (3 * shape.query_width + shape.kv_width) + 4 * shape.num_heads
-    return norms + attention + 4 * size * shape.inner
+    return norms + attention + 2 * size * shape.inner
 
 
 def generator(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int, count: int) -> Needs:
