@@ -50,7 +50,7 @@ setup-trl: $(TRL_VENV)/.installed  ## Make .venv-trl, the rival of `rlhfspec ben
 $(TRL_VENV)/.installed:
 	@test -x $(TRL_VENV)/bin/python || "$(PYTHON)" -m venv $(TRL_VENV)
 	$(TRL_VENV)/bin/python -m pip install --quiet torch==2.13.0
-	$(TRL_VENV)/bin/python -m pip install --quiet trl==$(TRL_VERSION)
+	$(TRL_VENV)/bin/python -m pip install --quiet trl==$(TRL_VERSION) $(shell grep ^peft== constraints.txt)
 	@touch $@
 
 check: $(INSTALLED)  ## Lint, types, import directions, and the shape of the house (tools/house.py)

@@ -25,7 +25,7 @@ WAYS = {"one process": (), "processes": ("--processes",)}
 def measured(settings: StepSettings, speculation: str, way: str) -> tuple[float, list[str]]:
     """Return the median seconds per step, and the weights digest after each."""
     sets = [word for override in WORKERS for word in ("--set", override)]
-    lines = run_ours(settings, speculation, *sets, *WAYS[way])
+    lines, _ = run_ours(settings, speculation, *sets, *WAYS[way])
     digests = [json.loads(line)["weights_digest"] for line in lines.splitlines()]
     return statistics.median(step.seconds for step in steps_of(lines)[WARM_UP_STEPS:]), digests
 

@@ -321,9 +321,10 @@ def test_our_side_runs_a_job_and_generates_every_token_asked_for(tmp_path: Path)
     settings = StepSettings(
         model=str(folder), draft=str(folder), num_tokens=8, steps=1, prompts_per_step=2, samples_per_prompt=2
     )
-    warm_up, step = bench_step.measure_plain(replace(settings, num_threads=1))
+    warm_up, step = bench_step.measure_plain(replace(settings, num_threads=1, lora_rank=2))
     assert warm_up.num_tokens == step.num_tokens == 2 * 2 * 8
     assert 0 < step.seconds < warm_up.seconds + 60
+    assert 2e8 < step.peak_bytes < 4e9
     assert {"generation", "reference", "training"} <= {name for name, spent in step.by_stage.items() if spent > 0}
 
 

@@ -281,7 +281,8 @@ SETTINGS = StepSettings(model="m/target-1", draft="m/draft-1", steps=2, repeats=
 
 def scripted(seconds: float, *, num_tokens: int = 128) -> Measure:
     warm_up = Step(seconds=50.0, by_stage={"generation": 50.0}, num_tokens=num_tokens)
-    step = Step(seconds=seconds, by_stage={"generation": seconds / 2, "training": seconds / 2}, num_tokens=num_tokens)
+    by_stage = {"generation": seconds / 2, "training": seconds / 2}
+    step = Step(seconds=seconds, by_stage=by_stage, num_tokens=num_tokens, peak_bytes=int(seconds * 1e9))
     return lambda settings: [warm_up] + [step] * settings.steps
 
 
@@ -299,6 +300,7 @@ def test_rows_are_medians_without_the_warm_up_and_ratios_are_against_trl(capsys:
     results, messages = ran(trl=scripted(6.0), plain=scripted(2.0), adaptive=scripted(1.5))
     found = [(row.mode, row.seconds_per_step, len(row.steps)) for row in results.rows]
     assert found == [("trl", 6.0, 6), ("plain", 2.0, 6), ("adaptive", 1.5, 6)]
+    assert [row.peak_gigabytes for row in results.rows] == [6.0, 2.0, 1.5]
     assert results.row("plain").by_stage == {"generation": 1.0, "training": 1.0}
     turns = [message.split(": ")[1] for message in messages if "took" not in message]
     assert turns == ["trl", "plain", "adaptive", "plain", "adaptive", "trl", "adaptive", "trl", "plain"]  # interleaved

@@ -65,7 +65,7 @@ class _Gated(torch.autograd.Function):
         return act(gate) * up  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         gate, up = ctx.saved_tensors
         with torch.enable_grad():
             leaf = gate.detach().requires_grad_()

@@ -131,6 +131,7 @@ def step(
     repeats: Annotated[int | None, typer.Option(min=1, help="Number of interleaved repetitions of every mode.")] = None,
     threads: Annotated[int, typer.Option(min=1)] = 2,
     dtype: Annotated[str, typer.Option(help="float32, or bfloat16 for mixed precision on both sides.")] = "float32",
+    lora: Annotated[int | None, typer.Option(min=1, help="Rank of the LoRA update; all weights without it.")] = None,
     trl_python: Annotated[
         str | None, typer.Option(help="Python interpreter of an environment with TRL.", envvar="RLHFSPEC_TRL_PYTHON")
     ] = None,
@@ -160,6 +161,7 @@ def step(
             algorithm=algorithm,
             num_threads=threads,
             dtype=dtype,
+            lora_rank=lora,
             **given,
         )
         try:

@@ -7,6 +7,7 @@ samples in one batch, nothing reported or saved.
 from __future__ import annotations
 
 import os
+import resource
 import time
 from collections.abc import Callable
 from typing import Any
@@ -76,11 +77,21 @@ def train(arguments: dict[str, Any]) -> dict[str, Any]:
         args=_config(trl.GRPOConfig, arguments, num_samples),
         train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in arguments["prompts"]]),
         callbacks=[StepRecorder()],
+        peft_config=_lora(arguments["lora_rank"]),
     )
     for name in ("_generate", "_calculate_rewards", "_generate_and_score_completions"):
         setattr(trainer, name, watch.around(name, getattr(trainer, name)))
     trainer.train()
-    return {"steps": [_step(step) for step in steps], "version": f"TRL {trl.__version__}"}
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"steps": [_step(step) for step in steps], "peak_bytes": peak_bytes, "version": f"TRL {trl.__version__}"}
+
+
+def _lora(rank: int | None) -> Any:
+    if rank is None:
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(r=rank, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def _rewards(completions: list[str], **_: Any) -> list[float]:

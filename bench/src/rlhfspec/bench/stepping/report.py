@@ -20,19 +20,21 @@ def _heading(results: StepResults) -> Text:
     prompt_tokens = settings["num_prompt_tokens"]
     asked = "" if prompt_tokens is None else f" to prompts of {prompt_tokens}"
     work = f"{num_samples} samples of {settings['num_tokens']} tokens{asked} a step"
+    trained = "" if settings["lora_rank"] is None else f" (LoRA, rank {settings['lora_rank']})"
     return Text(
         f"{results.cpu}, {settings['num_threads']} thread(s), {settings['dtype']}, arithmetic {results.arithmetic}\n"
-        f"{settings['algorithm'].upper()} on {settings['model']}: {work}, "
+        f"{settings['algorithm'].upper()} on {settings['model']}{trained}: {work}, "
         f"medians of {len(results.rows[0].steps) if results.rows else 0} steps; stages of ours overlap"
     )
 
 
 def _table(results: StepResults) -> Table:
-    columns = ("mode", "step", *STEP_PARTS, "tokens a step", "times TRL")
+    columns = ("mode", "step", *STEP_PARTS, "tokens a step", "peak GB", "times TRL")
     table = table_of("seconds a training step", columns, left=("mode",))
     for row in results.rows:
         ratio = results.times_as_fast(row.mode)
-        cells = [row.mode, f"{row.seconds_per_step:.2f}", *_stages(row), f"{row.tokens_per_step:.0f}"]
+        work = (f"{row.tokens_per_step:.0f}", f"{row.peak_gigabytes:.1f}")
+        cells = [row.mode, f"{row.seconds_per_step:.2f}", *_stages(row), *work]
         table.add_row(*cells, "-" if ratio is None or row.mode == TRL else f"{ratio:.2f}")
     return table
 

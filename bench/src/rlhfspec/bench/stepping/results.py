@@ -33,6 +33,7 @@ class Step:
     seconds: float
     by_stage: dict[str, float]
     num_tokens: int
+    peak_bytes: int = 0  # resident memory of the whole process at its peak
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,7 @@ class StepRow:
     by_stage: dict[str, float]
     tokens_per_step: float
     steps: tuple[float, ...]
+    peak_gigabytes: float  # of the largest process
 
     @classmethod
     def of(cls, mode: str, steps: Iterable[Step]) -> StepRow:
@@ -55,6 +57,7 @@ class StepRow:
             by_stage={name: statistics.median(step.by_stage.get(name, 0.0) for step in steps) for name in names},
             tokens_per_step=statistics.fmean(step.num_tokens for step in steps),
             steps=tuple(step.seconds for step in steps),
+            peak_gigabytes=max(step.peak_bytes for step in steps) / 1e9,
         )
 
 

@@ -11,8 +11,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ class StepSettings:
     repeats: int = 3
     num_threads: int = 2
     dtype: str = "float32"
+    lora_rank: int | None = None  # None: all weights are trained
     kl_coefficient: float = 0.04
     learning_rate: float = 1e-6
     seed: int = 0
@@ -72,6 +74,8 @@ class StepSettings:
             raise InvalidRequest("algorithm", self.algorithm, f"must be among {', '.join(_ALGORITHMS)}")
         if self.samples_per_prompt < 2:
             raise InvalidRequest("samples_per_prompt", self.samples_per_prompt, "must be >= 2: GRPO compares samples")
+        if self.lora_rank is not None and self.lora_rank < 1:
+            raise InvalidRequest("lora_rank", self.lora_rank, "must be >= 1")
         if self.num_prompt_tokens is not None and self.num_prompt_tokens < 2:
             raise InvalidRequest("num_prompt_tokens", self.num_prompt_tokens, "must be >= 2: the first is BOS")
         for name in ("prompts_per_step", "num_tokens", "steps", "repeats", "num_threads"):
@@ -176,12 +180,12 @@ def measure_trl(settings: StepSettings) -> list[Step]:
         Worker.start(command, num_threads=settings.num_threads, patience_seconds=_PATIENCE_SECONDS) as worker,
     ):
         answer = worker.ask("train", **_trl_arguments(settings, folder))
-    return [Step(**step) for step in answer["steps"]]
+    return [Step(**step, peak_bytes=answer["peak_bytes"]) for step in answer["steps"]]
 
 
 def _trl_arguments(settings: StepSettings, folder: str) -> dict[str, Any]:
-    same = ("model", "prompts_per_step", "samples_per_prompt", "num_tokens", "num_threads", "dtype", "learning_rate",
-            "seed")  # fmt: skip
+    same = ("model", "prompts_per_step", "samples_per_prompt", "num_tokens", "num_threads", "dtype", "lora_rank",
+            "learning_rate", "seed")  # fmt: skip
     return {name: getattr(settings, name) for name in same} | {
         "prompts": settings.prompts(),
         "steps": settings.num_steps,
@@ -202,29 +206,40 @@ def measure_adaptive(settings: StepSettings) -> list[Step]:
 
 
 def measure_ours(settings: StepSettings, speculation: str) -> list[Step]:
-    return steps_of(run_ours(settings, speculation))
+    lines, peak_bytes = run_ours(settings, speculation)
+    return [replace(step, peak_bytes=peak_bytes) for step in steps_of(lines)]
 
 
-def run_ours(settings: StepSettings, speculation: str, *arguments: str) -> str:
-    """Run `rlhfspec run` with extra `arguments`, and return the text of its steps.jsonl."""
+def run_ours(settings: StepSettings, speculation: str, *arguments: str) -> tuple[str, int]:
+    """Run `rlhfspec run` with extra `arguments`. Return the text of its steps.jsonl and its peak of resident bytes."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in settings.prompts()))
         (folder / "job.json").write_text(json.dumps(job_of(settings, speculation)))
         command = [sys.executable, "-m", "rlhfspec.cli.start", "run", "job.json", "--out", "out", *arguments]
-        ended = subprocess.run(
-            command,
-            cwd=folder,
-            env=os.environ | environment(settings.num_threads),
-            capture_output=True,
-            text=True,
-            timeout=_PATIENCE_SECONDS,
-            check=False,
-        )
-        if ended.returncode != 0:
-            told = "\n".join((ended.stdout + ended.stderr).splitlines()[-30:])
-            raise WorkerFailed(f"rlhfspec run ended with exit code {ended.returncode}:\n{told}")
-        return (folder / "out" / "steps.jsonl").read_text()
+        with (folder / "said").open("wb") as said:
+            env = os.environ | environment(settings.num_threads)
+            process = subprocess.Popen(command, cwd=folder, env=env, stdout=said, stderr=said)
+        peak_bytes = _waited(process)
+        if process.returncode != 0:
+            told = "\n".join((folder / "said").read_text().splitlines()[-30:])
+            raise WorkerFailed(f"rlhfspec run ended with exit code {process.returncode}:\n{told}")
+        return (folder / "out" / "steps.jsonl").read_text(), peak_bytes
+
+
+def _waited(process: subprocess.Popen[bytes]) -> int:
+    """Wait for the process as Popen does, and return its peak of resident bytes, which Popen does not tell."""
+    patience = threading.Timer(_PATIENCE_SECONDS, process.kill)
+    patience.start()
+    try:
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    finally:
+        patience.cancel()
+        if process.returncode is None:  # interrupted
+            process.kill()
+            process.wait()
+    return usage.ru_maxrss * 1024
 
 
 def job_of(settings: StepSettings, speculation: str) -> dict[str, Any]:
@@ -232,7 +247,8 @@ def job_of(settings: StepSettings, speculation: str) -> dict[str, Any]:
     bfloat16 = settings.dtype == "bfloat16"
     longest = {} if settings.num_prompt_tokens is None else {"maxPromptTokens": settings.num_prompt_tokens}
     spec = {
-        "model": {"path": settings.model, "drafter": settings.draft},
+        "model": {"path": settings.model, "drafter": settings.draft}
+        | ({} if settings.lora_rank is None else {"lora": {"rank": settings.lora_rank}}),
         "dataset": {"path": "prompts.jsonl", "shuffle": False} | longest,
         "algorithm": {
             "name": settings.algorithm,
