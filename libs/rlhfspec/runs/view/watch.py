@@ -14,7 +14,7 @@ from rlhfspec.stage.pace import Pace
 from rlhfspec.stage.supervisor import STAGE_NAMES
 from rlhfspec.stage.vitals import Vitals
 
-_LOOK_SECONDS, IDLE_LOOK_SECONDS = 0.1, 1.0
+_VIEW_LOOK_SECONDS, IDLE_LOOK_SECONDS = 0.1, 1.0
 _HEARD: tuple[type[Record], ...] = (Load, Moved, Plan, Sample, StepReport, EvaluationReport)
 
 
@@ -51,7 +51,7 @@ class WatchService(Service):
     async def run(self) -> None:
         if not self._inboxes:
             await self.listen()
-        pace = Pace(_LOOK_SECONDS, IDLE_LOOK_SECONDS)
+        pace = Pace(_VIEW_LOOK_SECONDS, IDLE_LOOK_SECONDS)
         while True:
             last = self.stopping.is_set()  # records published before the stop are still shown
             pace.after(await self._show_what_came())
