@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 from faults import vllm as faults
-from runs import answers_of, invoke, lines_of, train, write_data, write_job, write_models
+from runs import answers_of, invoke, lines_of, train, with_spec, write_data, write_job, write_models
 from vllm_children import python_with_vllm
 
 from rlhfspec.engine.vllm.finding import INSTALL_VLLM, VARIABLE
 from rlhfspec.engine.vllm.from_job import NO_DRAFTS, drafts_right
-from rlhfspec.tiny import random_model
+from rlhfspec.errors import StorageError
+from rlhfspec.tiny import random_model, smollm2
 from rlhfspec.tiny.tokenizer import VOCAB_SIZE
 
 pytestmark = pytest.mark.timeout(900)  # a child is 12 s of a processor until it is there
@@ -56,6 +57,24 @@ def test_log_probs_of_vllm_match_the_trainer_after_every_weight_swap(tmp_path: P
     steps = [json.loads(line)["log_prob_difference"] for line in lines_of(job_file, "run")]
     assert len(steps) == 3
     assert max(step["max"] for step in steps) < 1e-4, steps
+
+
+def test_a_pretrained_model_in_vllm_matches_the_trainer_after_a_large_change(tmp_path: Path) -> None:
+    """SmolLM2 has a tied head, which vLLM's own reload would leave at the weights of the start."""
+    python_with_vllm()
+    try:
+        smollm2.ensure()
+    except StorageError as error:
+        pytest.skip(str(error))
+    write_data(tmp_path)
+    job_file = with_spec(
+        write_job(tmp_path, tmp_path), model={"path": "smollm2", "drafter": None}, generation={"maxTokens": 8},
+        training={"steps": 2, "promptsPerStep": 2, "optimizer": {"learningRate": 1e-3}},
+    )  # fmt: skip
+    train(job_file, "run", VLLM)
+    steps = [json.loads(line)["log_prob_difference"] for line in lines_of(job_file, "run")]
+    assert len(steps) == 2
+    assert max(step["max"] for step in steps) < 3e-4, steps
 
 
 def test_under_faults_samples_are_those_of_our_engine(tmp_path: Path) -> None:
