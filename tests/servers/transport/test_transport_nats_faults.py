@@ -225,16 +225,30 @@ async def test_a_stale_refusal_does_not_take_a_message_from_its_new_holder(serve
     transport = await opened(server.url, consumer)
     readings = [await transport.subscribe(SUBJECT, consumer) for _ in "ab"]
     await transport.publish(SUBJECT, b"", id="a")
+    began = time.monotonic()
     [stale] = await readings[0].pull(1, 30.0)
     [current] = await readings[1].pull(1, 30.0)
     assert current.num_deliveries == 2
-    held_since = time.monotonic()
     await current.in_progress()
     await stale.nak()
     await stale.in_progress()
     again = await readings[0].pull(1, 0.2)
-    assert again == [] or time.monotonic() - held_since > consumer.ack_wait_seconds, "its holder still had it"
+    assert again == [] or time.monotonic() - began > 2 * consumer.ack_wait_seconds, "its holder still had it"
     await current.ack()
+    await transport.close()
+
+
+async def test_a_refusal_near_the_end_of_a_lease_is_not_sent(server: NatsServer) -> None:
+    consumer = Consumer(name="reward", ack_wait_seconds=4.0)
+    transport = await opened(server.url, consumer)
+    reading = await transport.subscribe(SUBJECT, consumer)
+    await transport.publish(SUBJECT, b"", id="a")
+    began = time.monotonic()
+    [late] = await reading.pull(1, 30.0)
+    await asyncio.sleep(3.2)
+    await late.nak()
+    again = await reading.pull(1, 0.2)
+    assert again == [] or time.monotonic() - began > consumer.ack_wait_seconds
     await transport.close()
 
 

@@ -1,7 +1,7 @@
 """Deliveries of work, and dead letters of messages that no holder could handle.
 
-The server accepts a nak from any former holder. Therefore a delivery sends none after its deadline; an acknowledgement
-is valid at any time.
+The server accepts a nak from any former holder. Therefore a delivery sends none near its deadline or after it; an
+acknowledgement is valid at any time.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ ID = "Nats-Msg-Id"  # by which the server recognises duplicates
 Bury = Callable[[DeadLetter], Awaitable[None]]
 NUM_REMEMBERED = 1 << 16  # acknowledged messages per consumer, in case of redelivery
 ACK_SECONDS = 1.0  # then an acknowledgement is repeated
+_NO_NAK_SHARE = 0.25  # last part of a lease: the server counts from when it sent the message, which came here later
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,8 @@ class NatsReceipt:
             await self._acknowledge()
 
     async def nak(self, delay_seconds: float = 0.0) -> None:
-        if not self.is_held or not self._ends():
+        left = self._deadline - time.monotonic()
+        if left < _NO_NAK_SHARE * self._consuming.consumer.ack_wait_seconds or not self._ends():
             return
         if self._consuming.is_last(self.num_deliveries):
             await self._bury(f"refused after {self.num_deliveries} deliveries")
