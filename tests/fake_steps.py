@@ -25,7 +25,7 @@ from rlhfspec.huggingface.structure.causal_lm import Anatomy, keep_anatomy
 from rlhfspec.job import Spec
 from rlhfspec.training.learning import sharding
 from rlhfspec.training.learning.optim import make_optimizer
-from rlhfspec.training.modeling import gated, packed, tensor_parallel
+from rlhfspec.training.modeling import lean, packed, tensor_parallel
 from rlhfspec.training.modeling.log_probs import TorchForward
 from rlhfspec.training.modeling.recomputed import recompute
 
@@ -87,7 +87,7 @@ def peak_of_step(config: Any, spec: Spec, num_tokens: int, *, again: bool) -> in
     with ExitStack() as leaving:
         patch = leaving.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(packed, "_sdpa", _fused)
-        patch.setattr(gated, "_is_gated", lambda _: True)  # fake tensors have no bits
+        patch.setattr(lean, "_is_gated", lambda _: True)  # fake tensors have no bits
         if ranks.num_ranks > 1:
             ranks = leaving.enter_context(_others(ranks, trainer.tensor_parallel, patch))
         leaving.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -157,5 +157,5 @@ def _prepared(model: Any) -> Any:
     ))  # fmt: skip
     AttentionInterface.register("rlhfspec_packed", packed.attend)
     model.set_attn_implementation("rlhfspec_packed")
-    gated.keep_less_of_mlps(model)
+    lean.keep_less(model)
     return model.eval()

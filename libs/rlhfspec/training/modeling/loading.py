@@ -23,7 +23,7 @@ from rlhfspec.huggingface.structure.anatomy import examine
 from rlhfspec.huggingface.structure.causal_lm import Anatomy, CausalLM, anatomy_of, keep_anatomy, within_positions
 from rlhfspec.huggingface.structure.trace import refusing
 from rlhfspec.messages.records.models import ModelReport
-from rlhfspec.training.modeling.gated import keep_less_of_mlps
+from rlhfspec.training.modeling.lean import keep_less
 from rlhfspec.training.modeling.packed import attend, hidden_states, use_packed_attention
 from rlhfspec.training.modeling.probed import answers, every_row, probes_of, random_keys
 
@@ -131,7 +131,7 @@ def prepared(
 
 def _pack(model: Any) -> None:
     use_packed_attention(model)
-    keep_less_of_mlps(model)
+    keep_less(model)
 
 
 def _types(dtype: str) -> tuple[str, torch.dtype]:

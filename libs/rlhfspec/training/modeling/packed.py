@@ -13,7 +13,7 @@ Neighbours may share a prompt; each answer attends to the prompt and to itself:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -28,6 +28,7 @@ from rlhfspec.errors import UnsupportedModel
 from rlhfspec.huggingface.structure.attention import AttentionSpec, refuse_unknown, visible
 from rlhfspec.huggingface.structure.causal_lm import anatomy_of, run_trunk
 from rlhfspec.training.modeling import one_call
+from rlhfspec.training.modeling.lean import made_again
 from rlhfspec.training.modeling.one_call import RowPart
 
 _PACKED_ATTENTION = "rlhfspec_packed"
@@ -187,13 +188,23 @@ def _by_parts(
     queries, keys, values = (torch.split(tensor, lengths, dim=2) for tensor in (query, key, value))
     out = []
     for q, k, v, part in zip(queries, keys, values, parts, strict=True):
-        if part.behind is not None:
-            k, v = torch.cat([keys[part.behind], k], dim=2), torch.cat([values[part.behind], v], dim=2)
-        if softcap or sinks is not None:
-            out.append(explicit_attention(q, k, v, scale, spec, softcap, sinks))
-        else:
-            out.append(_sdpa(q, k, v, scale, spec))
+        makers: list[tuple[torch.Tensor, Callable[[], torch.Tensor]]] = []
+        if part.behind is not None:  # the prompt's keys and values are kept once, and not with every answer
+            k, v = (_joined(states[part.behind], own, makers) for states, own in ((keys, k), (values, v)))
+        with made_again(*makers):
+            if softcap or sinks is not None:
+                out.append(explicit_attention(q, k, v, scale, spec, softcap, sinks))
+            else:
+                out.append(_sdpa(q, k, v, scale, spec))
     return torch.cat(out, dim=2).transpose(1, 2).contiguous()
+
+
+def _joined(
+    before: torch.Tensor, own: torch.Tensor, makers: list[tuple[torch.Tensor, Callable[[], torch.Tensor]]]
+) -> torch.Tensor:
+    parts = [before.detach(), own.detach()]
+    makers.append((joined := torch.cat([before, own], dim=2), lambda: torch.cat(parts, dim=2)))
+    return joined
 
 
 def _sdpa(

@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from rlhfspec.huggingface.structure.layers import layers_of
-from rlhfspec.training.modeling.gated import keep_all_of_mlps
+from rlhfspec.training.modeling.lean import whole_layers
+from rlhfspec.training.modeling.one_call import RowPart
 from rlhfspec.training.modeling.packed import forward_layout, hidden_states, layout_now, pack_sequences, spec_of
 
 _SHORT, _LONG = 32, 64  # tokens of the test rows
 
 
 def recompute(trunk: nn.Module) -> None:
-    keep_all_of_mlps(trunk)
     for layer in layers_of(trunk):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=same_row)
 
 
 def same_row() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return checkpoint contexts. The rerun's restores the row layout, because it may run in another thread."""
-    return nullcontext(), forward_layout(layout_now())
+    return whole_layers(), _again(layout_now())
+
+
+@contextmanager
+def _again(layout: tuple[RowPart, ...] | None) -> Iterator[None]:
+    with whole_layers(), forward_layout(layout):
+        yield
 
 
 def activation_bytes(trunk: nn.Module, num_tokens: int) -> int | None:
@@ -44,15 +53,27 @@ def _bytes_of_row(trunk: nn.Module, num_tokens: int) -> int:
 
 
 def bytes_kept(run: Callable[[], Any]) -> int:
-    """Return the bytes that a forward saves for its backward pass, without parameters."""
-    kept: dict[int, torch.UntypedStorage] = {}  # alive, so that no other storage reuses the address
+    """Return the bytes that a forward keeps for its backward pass, without parameters."""
+    torch.clear_autocast_cache()  # so that every run makes its copies of weights
+    with _Made() as made:
+        result = run()
+    alive = (storage for reference in made.storages.values() if (storage := reference()) is not None)
+    kept: int = sum(storage.nbytes() for storage in alive)
+    del result
+    return kept
 
-    def count(tensor: torch.Tensor) -> None:
-        """Record a saved tensor's storage, not the tensor, because its graph would keep all weights alive."""
-        storage = tensor.untyped_storage()
-        if not (tensor.is_leaf and tensor.requires_grad):
-            kept[storage.data_ptr()] = storage
 
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(count, lambda nothing: nothing):
-        run()
-    return sum(storage.nbytes() for storage in kept.values())
+class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Storages that operations of this context made."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {tensor.untyped_storage()._cdata for tensor in tree_leaves(args) if isinstance(tensor, torch.Tensor)}
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in given:
+                self.storages[storage._cdata] = weakref.ref(storage)
+        return result

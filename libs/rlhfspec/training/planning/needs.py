@@ -6,13 +6,13 @@
 
 With widths h (model), i (MLP), q (queries) and v (keys and values), a layer of two norms keeps for each token:
 
-    float32                    24 h + 4 (3 q + v) +  8 i + 4 heads
-    bfloat16                   16 h + 2 (3 q + v) +  4 i + 4 heads
-    float32, autocast bf16     26 h + 2 (3 q + v) +  4 i + 4 heads     and the weights once more, in bfloat16
+    float32                    16 h + 4 (3 q + v) +  8 i + 4 heads
+    bfloat16                    8 h + 2 (3 q + v) +  4 i + 4 heads
+    float32, autocast bf16     18 h + 2 (3 q + v) +  4 i + 4 heads     and the weights once more, in bfloat16
 
-Normed queries and keys add 6 or 8 times their width. A recomputed layer keeps only its input, and its whole MLP
-(twice the i above) while it runs again. The head adds three gradients, or if larger the logits of one part
-(`modeling.log_probs`), four times forward and three times backward.
+Normed queries and keys add 2 or 4 times their width. A recomputed layer keeps only its input, and 8 h and twice the
+i while it runs again. The head adds three gradients, or if larger the logits of one part (`modeling.log_probs`), four
+times forward and three times backward.
 """
 
 from __future__ import annotations
@@ -102,8 +102,7 @@ def activations(spec: job.Spec, shape: ModelShape, num_tokens: int, *, again: bo
     is_cast = _is_mixed(spec) and spec.roles.trainer.ranks > spec.roles.trainer.tensor_parallel
     mixed, size = _is_mixed(spec) and not is_cast, 2 if is_cast else BYTES[spec.model.dtype]
     computes = 2 if mixed else size
-    of_mlp = (4 if again else 2) * computes * shape.inner
-    a_layer = num_tokens * (of_mlp + layer_bytes_a_token(shape, computes, mixed=mixed))
+    a_layer = num_tokens * layer_bytes_a_token(shape, computes, mixed=mixed, again=again)
     copies = (shape.num_layers * shape.block_parameters + shape.head_parameters) * 2 if mixed else 0
     logits = 4 * min(LOGITS_AT_A_TIME, num_tokens * shape.vocab_size * spec.roles.trainer.tensor_parallel)
     beside = (8 if is_cast else 3 * computes) * shape.head_parameters
@@ -115,13 +114,13 @@ def activations(spec: job.Spec, shape: ModelShape, num_tokens: int, *, again: bo
     return shape.num_layers * a_layer + head + max(copies - shape.head_parameters * 2, 0)
 
 
-def layer_bytes_a_token(shape: ModelShape, size: int, *, mixed: bool) -> int:
-    """Return a layer's activation bytes per token, without its MLP. mixed: bfloat16 products, float32 weights."""
-    a_norm = 8 if mixed or size == 4 else 6  # the input in float32, and the normed input
+def layer_bytes_a_token(shape: ModelShape, size: int, *, mixed: bool, again: bool) -> int:
+    """Return a layer's activation bytes per token. mixed: bfloat16 products, float32 weights. again: while rerun."""
+    a_norm = (4 if mixed or size == 4 else 2) + 4 * again  # its input and, if rerun, that in float32 or normed
     inputs = 5 * size if mixed else 2 * size  # of matrix products; under autocast each has a copy
-    norms = (shape.num_norms * a_norm + inputs) * shape.hidden + (4 + size) * shape.normed_width
+    norms = (shape.num_norms * a_norm + inputs) * shape.hidden + (4 + size if again else size) * shape.normed_width
     attention = size * (3 * shape.query_width + shape.kv_width) + 4 * shape.num_heads
-    return norms + attention
+    return norms + attention + (4 if again else 2) * size * shape.inner
 
 
 def generator(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int, count: int) -> Needs:
