@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from rlhfspec.common.context import holding
 from rlhfspec.errors import InvalidRequest, first_line
 from rlhfspec.huggingface.fused.widened import widen
 from rlhfspec.huggingface.structure.trace import FORWARD_ERRORS
@@ -83,11 +84,8 @@ def _in_types_of_the_file() -> Iterator[dict[str, torch.dtype]]:
     """Load tensors in the file's types, and yield a dict that receives the model's buffer types by name."""
     _let_types_stay()
     made: dict[str, torch.dtype] = {}
-    token = _buffers_made.set(made)
-    try:
+    with holding(_buffers_made, made):
         yield made
-    finally:
-        _buffers_made.reset(token)
 
 
 @cache

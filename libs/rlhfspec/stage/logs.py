@@ -18,10 +18,12 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, TextIO
+
+from rlhfspec.common.context import holding
 
 _CURRENT_SAMPLE: ContextVar[str] = ContextVar("sample", default="")
 _SECRETS = (
@@ -37,13 +39,8 @@ _NOISE = (
 )
 
 
-@contextmanager
-def about(sample: str) -> Iterator[None]:
-    token = _CURRENT_SAMPLE.set(sample)
-    try:
-        yield
-    finally:
-        _CURRENT_SAMPLE.reset(token)
+def about(sample: str) -> AbstractContextManager[None]:
+    return holding(_CURRENT_SAMPLE, sample)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -11,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlhfspec.messages.servers.guardian import MARK, kill, marked_with, state_and_parent
+from rlhfspec.messages.servers.guardian import GIVE_UP_SECONDS, MARK, has_ended, kill, marked_with, state_and_parent
 from rlhfspec.worker import exits
 from rlhfspec.worker.last_words import end_file, last_activity
 from rlhfspec.worker.process import STARTED
 
+_POLL_SECONDS = 0.02  # after SIGKILL, which the kernel obeys in milliseconds
 _LOG_TAIL_BYTES = 1 << 20  # per read of a log, from its end
 
 
@@ -77,7 +79,7 @@ class Child:
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     async def start(self) -> None:
-        self._kill_family()  # processes that a dead worker left
+        await self._end_family()  # processes that a dead worker left
         self._verdict = ""
         self._num_killed_before = exits.num_killed_for_memory()
         if self._activity is not None:
@@ -94,7 +96,7 @@ class Child:
     async def wait(self) -> Ended:
         assert self._process is not None, "it was started"
         code = await self._process.wait()
-        self._kill_family()
+        await self._end_family()
         return self._ended(code)
 
     def ask_to_leave(self) -> None:
@@ -167,9 +169,19 @@ class Child:
             return [_parsed(line) for line in whole.splitlines() if line.strip()]
         return []
 
-    def _kill_family(self) -> None:
+    def _kill_family(self) -> list[int]:
         marks = {f"{STARTED}={self._name}".encode(), f"{MARK}={self._starter.environment[MARK]}".encode()}
-        kill(pid for pid in marked_with(marks) if pid != os.getpid())
+        family = [pid for pid in marked_with(marks) if pid != os.getpid()]
+        kill(family)
+        return family
+
+    async def _end_family(self) -> None:
+        """Kill the processes that the worker left, and wait until they hold no memory, device or port."""
+        family = self._kill_family()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GIVE_UP_SECONDS):
+                while not all(map(has_ended, family)):
+                    await asyncio.sleep(_POLL_SECONDS)
 
 
 def _parsed(line: bytes) -> dict[str, Any]:

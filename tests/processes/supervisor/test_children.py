@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from faults.processes import is_alive, of_run
 from interpreters import Interpreters
 from small_job import a_job
 
@@ -238,6 +239,21 @@ async def test_a_killed_worker_comes_back_and_the_trainers_end_ends_the_run(tmp_
         await run.until(running.done)
         running.result()
         assert not any(child.pid for child in run.children.values())
+
+
+async def test_a_killed_worker_counts_as_ended_once_its_own_processes_have_ended(tmp_path: Path) -> None:
+    """The kernel takes a while to take back the memory of the second one."""
+    large = "import time\nheld = bytearray(b'1') * (1 << 29)\nprint('held', flush=True)\ntime.sleep(99)"
+    run = Run(tmp_path, {("reward", 0): f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {large!r}])"})
+    async with opened(run):
+        child = run.children["reward", 0]
+        await child.start()
+        await run.until(lambda: "held" in (tmp_path / "reward-0.jsonl").read_text())
+        both = of_run(tmp_path.name)
+        os.kill(child.pid or 0, signal.SIGKILL)
+        assert (await child.wait()).reason == "killed by SIGKILL"
+        assert len(both) == 2
+        assert not any(map(is_alive, both))
 
 
 async def test_the_start_does_not_wait_for_a_worker_that_left_meanwhile(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 from transformers import AttentionInterface
 
 from rlhfspec.common.arrays import IntArray
+from rlhfspec.common.context import holding
 from rlhfspec.engine.base import Bytes
 from rlhfspec.engine.forward import constant_shape
 from rlhfspec.engine.forward.chunks import LEAST_ROWS, ChunkedMeta, Chunks, chunk_attention, told, why_ours
@@ -284,11 +285,10 @@ class ModelRunner:
     def _run_layers(self, token_ids: torch.Tensor, position_ids: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
         """Run the layers on tokens and positions [1, N]; attention reads `meta` through the runner."""
         self._active, self._coming = meta, iter(self.attentions)
-        token = _running.set(self)
         try:
-            return self.parts.hidden(token_ids, position_ids)
+            with holding(_running, self):
+                return self.parts.hidden(token_ids, position_ids)
         finally:
-            _running.reset(token)
             self._active = None
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from rlhfspec.common.context import holding
 
 
 def _words(text: str) -> frozenset[str]:
@@ -46,14 +47,9 @@ _EXPONENTS = (0, 0.5, 1, 2, 3, -0.5, -1, -2)  # computed by multiplication, divi
 _is_silent: ContextVar[bool] = ContextVar("what runs in this thread is known to be right", default=False)
 
 
-@contextmanager
-def not_audited() -> Iterator[None]:
+def not_audited() -> AbstractContextManager[None]:
     """Exempt the code inside from the audit, because its rows are known to be independent."""
-    token = _is_silent.set(True)
-    try:
-        yield
-    finally:
-        _is_silent.reset(token)
+    return holding(_is_silent, True)
 
 
 class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -116,6 +116,14 @@ def state_and_parent(pid: int) -> tuple[str, int]:
     return state, int(parent)
 
 
+def has_ended(pid: int) -> bool:
+    """Return whether the process is gone or a zombie."""
+    try:
+        return state_and_parent(pid)[0] in "ZX"
+    except OSError:
+        return True
+
+
 class Guardians:
     """Guardian processes of one supervisor, which starts and releases them."""
 

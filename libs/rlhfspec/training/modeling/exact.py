@@ -17,6 +17,7 @@ import torch
 from transformers import AttentionInterface
 
 from rlhfspec import job
+from rlhfspec.common.context import holding
 from rlhfspec.engine.kv.cache import new_kv
 from rlhfspec.errors import InvalidRequest, UnsupportedModel
 from rlhfspec.huggingface.fused.casting import Precision, precision_of, round_parameters
@@ -131,11 +132,10 @@ class ExactForward(TorchForward):
     @contextmanager
     def _laid_out(self, parts: tuple[RowPart, ...]) -> Iterator[None]:
         self._row = _AttentionRow.of(parts, self.parts.anatomy.attentions)
-        token = _running.set(self)
         try:
-            yield
+            with holding(_running, self):
+                yield
         finally:
-            _running.reset(token)
             self._row = None
 
     def attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
+
+from rlhfspec.common.context import holding
 
 
 def keep_less(model: nn.Module) -> None:
@@ -30,14 +32,9 @@ def keep_less(model: nn.Module) -> None:
 _runs_again: ContextVar[bool] = ContextVar("whole layers run again, so nothing smaller must", default=False)
 
 
-@contextmanager
-def whole_layers() -> Iterator[None]:
+def whole_layers() -> AbstractContextManager[None]:
     """Keep nothing less in forwards of this context and thread: hooks in a checkpointed layer would keep arrays."""
-    token = _runs_again.set(True)
-    try:
-        yield
-    finally:
-        _runs_again.reset(token)
+    return holding(_runs_again, True)
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ Neighbours may share a prompt; each answer attends to the prompt and to itself:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -24,6 +24,7 @@ import torch
 from torch.nn import functional
 from transformers import AttentionInterface
 
+from rlhfspec.common.context import holding
 from rlhfspec.errors import UnsupportedModel
 from rlhfspec.huggingface.structure.attention import AttentionSpec, refuse_unknown, visible
 from rlhfspec.huggingface.structure.causal_lm import anatomy_of, run_trunk
@@ -139,14 +140,9 @@ def layout_now() -> tuple[RowPart, ...] | None:
     return _layout.get()
 
 
-@contextmanager
-def forward_layout(parts: tuple[RowPart, ...] | None) -> Iterator[None]:
+def forward_layout(parts: tuple[RowPart, ...] | None) -> AbstractContextManager[None]:
     """Treat packed rows as divided into `parts` in forwards of this context and thread."""
-    token = _layout.set(parts)
-    try:
-        yield
-    finally:
-        _layout.reset(token)
+    return holding(_layout, parts)
 
 
 def hidden_states(trunk: Any, batch: PackedRow) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
+from rlhfspec.common.context import holding
 from rlhfspec.huggingface.fused.audit import not_audited
 from rlhfspec.huggingface.proof.probes import Probe, choose_without_cache, random_past
 from rlhfspec.huggingface.proof.reference import ProbeResult
@@ -54,13 +55,9 @@ def random_keys(model: Any, probes: Sequence[Probe], function: Callable[..., Any
     starts = accumulate((len(probe.tokens) for probe in probes), initial=0)
     places = tuple(slice(start, start + probe.num_random) for start, probe in zip(starts, probes, strict=False))
     AttentionInterface.register(_PROBED_ATTENTION, _attend_probed)
-    token = _probed.set(_Probed(function, iter(anatomy_of(model).attentions), places))
-    try:
-        with as_before(model):
-            model.set_attn_implementation(_PROBED_ATTENTION)
-            yield
-    finally:
-        _probed.reset(token)
+    with holding(_probed, _Probed(function, iter(anatomy_of(model).attentions), places)), as_before(model):
+        model.set_attn_implementation(_PROBED_ATTENTION)
+        yield
 
 
 def _attend_probed(module: Any, query: Any, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,

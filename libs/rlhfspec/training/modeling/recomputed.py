@@ -55,7 +55,7 @@ def _bytes_of_row(trunk: nn.Module, num_tokens: int) -> int:
 def bytes_kept(run: Callable[[], Any]) -> int:
     """Return the bytes that a forward keeps for its backward pass, without parameters."""
     torch.clear_autocast_cache()  # so that every run makes its copies of weights
-    with _Made() as made:
+    with torch.enable_grad(), _Made() as made:
         result = run()
     alive = (storage for reference in made.storages.values() if (storage := reference()) is not None)
     kept: int = sum(storage.nbytes() for storage in alive)
