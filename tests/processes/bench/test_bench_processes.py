@@ -260,9 +260,7 @@ def patient_command(number: int, core: int) -> list[str]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.whole("a benchmark of generators that are processes")
-def test_rebalance_runs_every_arm_with_the_same_tokens(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rebalance_runs_every_arm_with_same_tokens(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pair, "start", partial(Pair.start, patient_command))
     once: dict[str, Any] = {"sizes": (1, 8), "seeds": 1, "repeats": 1, "scale": 0.3}
     settings = RebalanceSettings(model=model, draft=model, workloads=("skew",), decoding=("adaptive",), **once)

@@ -197,8 +197,7 @@ def test_jobs_have_a_namespace_of_their_own_by_default() -> None:
     space = named(objects, "Namespace", "ml-jobs")["metadata"]
     assert space["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
     assert space["annotations"] == {"helm.sh/resource-policy": "keep"}
-    told = settings(objects)
-    assert told["job_namespaces"] == ["ml-jobs"]
+    assert settings(objects)["job_namespaces"] == ["ml-jobs"]
     for kind, name in (("Role", "rlhfspec-jobs"), ("ServiceAccount", names.SERVICE_ACCOUNT)):
         assert named(objects, kind, name)["metadata"]["namespace"] == "ml-jobs"
     assert not of_kind(rendered({"operator": {"jobNamespaces": ["team"]}}), "Namespace")
@@ -338,8 +337,7 @@ def test_openshift_chooses_users_itself(values: dict[str, Any]) -> None:
     for name, pod in pods(objects):
         fixed = {"runAsUser", "runAsGroup", "fsGroup", "fsGroupChangePolicy"} & pod["spec"]["securityContext"].keys()
         assert not fixed if chosen else len(fixed) == 4, name
-    told = settings(objects)
-    assert told["chooses_user"] is not chosen
+    assert settings(objects)["chooses_user"] is not chosen
 
 
 @needs_helm

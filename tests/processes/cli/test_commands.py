@@ -106,9 +106,7 @@ def test_models_check_reports_a_right_model_in_detail(tmp_path: Path) -> None:
     assert "up to position 512" in output, "as far as the model goes"
 
 
-def test_models_check_reports_flips_on_a_device(
-    second: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_check_reports_device_flips(second: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     random_model("llama", seed=0).save_pretrained(tmp_path / "mine")
     monkeypatch.setattr("rlhfspec.sweep.verdict.judge", lambda make, **how: Verdict("right"))
     monkeypatch.setattr("rlhfspec.sweep.flips._PROMPT_LENGTHS", (5,))
@@ -132,8 +130,7 @@ def test_one_wrong_model_decides_the_exit_code_of_models_check(tmp_path: Path, m
     random_model("llama", seed=0).save_pretrained(tmp_path / "mine")
     verdicts = iter([Verdict("wrong", "another token than the oracle's"), Verdict("refused", "a reason")])
     monkeypatch.setattr("rlhfspec.sweep.verdict.judge", lambda make, **how: next(verdicts))
-    output = check(tmp_path / "mine", tmp_path / "mine", code=1)
-    assert "wrong: another token than the oracle's" in output
+    assert "wrong: another token than the oracle's" in check(tmp_path / "mine", tmp_path / "mine", code=1)
 
 
 def test_a_large_model_is_judged_in_fewer_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,13 +142,11 @@ def test_a_large_model_is_judged_in_fewer_ways(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_missing_folder_is_refused_in_one_line(tmp_path: Path) -> None:
-    output = check(tmp_path / "nope", code=2)
-    assert "no such folder, and the model cannot be loaded" in output
+    assert "no such folder, and the model cannot be loaded" in check(tmp_path / "nope", code=2)
 
 
 def test_a_misspelt_model_type_is_refused_before_the_hub_is_asked() -> None:
-    said = "models: no such folder or type; did you mean mixtral? (got 'mixtrall')\n"
-    assert check("mixtrall", code=2) == said
+    assert check("mixtrall", code=2) == "models: no such folder or type; did you mean mixtral? (got 'mixtrall')\n"
 
 
 def test_types_are_judged_with_their_variants_and_written_into_a_document(tmp_path: Path) -> None:

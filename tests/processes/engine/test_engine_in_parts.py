@@ -19,6 +19,8 @@ from rlhfspec.huggingface.loading import load_model
 from rlhfspec.tiny import random_model
 from rlhfspec.tiny.random_models import SHAPE
 
+Found = dict[str, dict[str, two_parts.Found]]
+
 LOG_PROBS = 2e-5  # sums are added up in another order
 
 
@@ -39,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> dict[str, dict[str, two_parts.Found]]:
+def found(folder: Path) -> Found:
     return json.loads((folder / "found.json").read_text())  # type: ignore[no-any-return]
 
 
@@ -50,9 +52,7 @@ def the_same(ours: two_parts.Found, theirs: two_parts.Found) -> None:
         assert ours[name][1] == pytest.approx(log_probs, abs=LOG_PROBS), name
 
 
-def test_an_engine_in_parts_gives_the_tokens_of_the_whole_model(
-    folder: Path, found: dict[str, dict[str, two_parts.Found]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engine_in_parts_gives_whole_models_tokens(folder: Path, found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["two_parts", str(folder)])
     path = folder / two_parts.DRIVEN
     options = two_parts.config(kv_cache_tokens=352)
@@ -64,9 +64,7 @@ def test_an_engine_in_parts_gives_the_tokens_of_the_whole_model(
     assert "r9" not in theirs["tree, disturbed"]
 
 
-def test_a_row_has_the_same_bits_alone_and_in_any_batch_or_tree(
-    folder: Path, found: dict[str, dict[str, two_parts.Found]]
-) -> None:
+def test_a_row_has_the_same_bits_alone_and_in_any_batch_or_tree(folder: Path, found: Found) -> None:
     """A row's log-probs are equal alone, among others, in trees and after a preemption."""
     theirs = found[two_parts.DRIVEN]
     for name, run in theirs.items():
@@ -77,9 +75,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch_or_tree(
 
 
 @pytest.mark.parametrize("kind", two_parts.KINDS)
-def test_model_families_are_cut_in_two_and_give_the_same_tokens(
-    kind: str, folder: Path, found: dict[str, dict[str, two_parts.Found]]
-) -> None:
+def test_model_families_are_cut_in_two_and_give_the_same_tokens(kind: str, folder: Path, found: Found) -> None:
     whole = load_model(folder / kind)
     size = sum(weight.numel() for weight in whole.parameters())
     for rank in (0, 1):
@@ -106,8 +102,7 @@ def test_parts_on_their_own_devices_hold_the_smaller_number_of_blocks(folder: Pa
     assert first == second < two_parts.config(max_sequences=64, max_context=512).num_blocks
     engine = make_engine(load_model(folder / two_parts.DRIVEN), two_parts.config(speculation="off"))
     theirs = json.loads((folder / "on-devices.json").read_text())
-    ours = two_parts.run(engine, two_parts.requests())
-    the_same({name: run for name, run in ours.items() if name != "r9"}, theirs)
+    the_same({name: run for name, run in two_parts.run(engine, two_parts.requests()).items() if name != "r9"}, theirs)
 
 
 Found = dict[str, Any]

@@ -83,8 +83,7 @@ def pytest_says(repository: Path, *options: str) -> str:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *options]
     own = {name: value for name, value in os.environ.items() if name not in ("PYTEST_ADDOPTS", "SWEEP")}
     environment = own | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True, check=False)
-    return done.stdout
+    return subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True, check=False).stdout
 
 
 @pytest.mark.parametrize("options", [(), ("-n", "1")])
@@ -201,8 +200,7 @@ def test_a_warm_process_gets_the_arguments_and_environment_of_its_command(tmp_pa
 def test_a_process_started_by_a_warm_process_is_its_child(given: str, warm: bool) -> None:
     """A process that it starts is warm too, unless its environment has other variables that imports read."""
     command = [sys.executable, "-c", STARTS.replace("ENVIRONMENT", given)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = warmed.run(command, capture_output=True, env=environment, text=True)
+    done = warmed.run(command, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True)
     said, code, pid = done.stdout.rsplit(maxsplit=2)
     seen = json.loads(said)
     assert (seen["is warm"], code, seen["parent"]) == (warm, "0", int(pid)), done.stderr

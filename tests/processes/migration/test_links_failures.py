@@ -170,10 +170,8 @@ def send(sending: Sending, key: str, content: bytes) -> None:
     sending.send(key, len(content))
 
 
-def header(
-    mark: bytes = b"KVRG", key: bytes = b"m/0", length: int | None = None, place: int = 0, size: int = 3
-) -> bytes:
-    return struct.pack("!4sHIQ", mark, len(key) if length is None else length, place, size) + key
+def header(mark: bytes = b"KVRG", key: bytes = b"m/0", length: int | None = None, at: int = 0, size: int = 3) -> bytes:
+    return struct.pack("!4sHIQ", mark, len(key) if length is None else length, at, size) + key
 
 
 def assert_thrown_out(connection: socket.socket) -> None:
@@ -242,9 +240,7 @@ def test_a_repeated_key_ends_the_connection_and_keeps_the_first_range(ends: Ends
 
 @pytest.mark.parametrize("kind", BY_SOCKET)
 @pytest.mark.parametrize("what", ["foreign/0", "unwanted/0"])
-def test_ranges_that_nobody_wants_are_not_kept(
-    ends: Ends, kind: str, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranges_nobody_wants_are_not_kept(ends: Ends, kind: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if what == "foreign/0":
         monkeypatch.setattr(inbox, "KEPT_SECONDS", 0.0)
     landing = ends.landing(kind)
@@ -365,7 +361,7 @@ def test_memory_that_could_shrink_under_the_reader_is_refused(ends: Ends, make: 
 
 def test_a_shared_memory_place_that_was_not_handed_over_is_refused(ends: Ends) -> None:
     connection = let_in(landing := ends.landing("shm"))
-    connection.sendall(header(place=7))
+    connection.sendall(header(at=7))
     with pytest.raises(LinkError, match="names no memory that was handed over"):
         landing.take("m/0", 3, timeout=120)
     assert_thrown_out(connection)

@@ -65,9 +65,7 @@ def test_processes_memory_and_keys_of_a_dead_run_are_removed(memory: Path, place
     assert end_dead_runs() == []
 
 
-def test_the_place_of_a_run_holds_its_uid_from_the_start(
-    memory: Path, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_place_of_a_run_holds_its_uid_from_start(memory: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A late guardian of an earlier run would otherwise remove the folder."""
     seen: list[bool] = []
     write = Path.write_text
@@ -116,9 +114,7 @@ def test_only_folders_private_to_this_user_are_trusted(memory: Path, place: Path
     assert place.exists()
 
 
-def test_the_scratch_folder_is_in_tmp_without_shared_memory(
-    tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scratch_is_in_tmp_without_shared_memory(tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scratch, "SHARED_MEMORY", tmp_path / "missing")
     made = Scratch("e5", place)
     made.make()

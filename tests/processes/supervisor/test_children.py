@@ -220,8 +220,7 @@ async def test_a_worker_that_fails_is_started_again(
 
 async def test_a_killed_worker_comes_back_and_the_trainers_end_ends_the_run(tmp_path: Path) -> None:
     """One generator leaves on purpose; the only trainer, asked to leave from outside, is restarted."""
-    programs = {("generator", 0): LIVES, ("generator", 1): LIVES, ("trainer", 0): LEAVES}
-    run = Run(tmp_path, programs)
+    run = Run(tmp_path, {("generator", 0): LIVES, ("generator", 1): LIVES, ("trainer", 0): LEAVES})
     async with opened(run) as children:
         running = await run.begun(children)
         generator, trainer = run.children["generator", 0], run.children["trainer", 0]
@@ -347,9 +346,7 @@ AT_WORK += "ActivityFile(Path(note))('scoring sums/1/0/1 with source digits')\n"
         ("os.kill(os.getpid(), 9)", "killed by SIGKILL while scoring sums/1/0/1 with source digits; "),
     ],
 )
-async def test_a_process_that_ends_is_restarted_and_its_last_work_is_reported(
-    tmp_path: Path, end: str, reason: str
-) -> None:
+async def test_process_that_ends_is_restarted_and_its_last_work_reported(tmp_path: Path, end: str, reason: str) -> None:
     run = Run(tmp_path, {("reward", 0): AT_WORK + end, ("reward", 1): LIVES})
     async with opened(run) as children:
         starting = asyncio.create_task(children.start())

@@ -122,8 +122,7 @@ async def test_begin_restarts_a_dead_launcher(tmp_path: Path) -> None:
     async with launching(tmp_path) as started:
         assert await started.launcher.begin()
         assert not await started.launcher.begin()
-        dead = started.launcher.pid
-        os.kill(dead, signal.SIGKILL)
+        os.kill(started.launcher.pid, signal.SIGKILL)
         while started.launcher.pid is not None:
             await asyncio.sleep(0.01)
         assert await started.launcher.begin()

@@ -78,9 +78,7 @@ def test_a_killed_child_costs_no_token(engine: VllmEngine) -> None:
     assert stopped.token_ids == undisturbed["r0"].token_ids[: len(stopped.token_ids)]
 
 
-def test_the_child_runs_ahead_longer_while_no_request_comes(
-    children: Children, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_child_runs_ahead_longer_while_no_request_comes(children: Children, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = children.engine("off", reference(), hugging_face_tokenizer(), ahead_seconds=1e-4)
     times, ask = list[int](), engine._child.ask
 

@@ -17,6 +17,8 @@ from weight_groups import GroupNode, GroupTrainer, eventually, record_of
 from rlhfspec.training.weights.group import shares
 from rlhfspec.training.weights.group.sender import GroupSender, hold_up_seconds
 
+Events = list[Callable[[], None]]
+
 START = f"import sys, runpy; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); import group_member as g; "
 
 
@@ -51,8 +53,8 @@ def leaving() -> Iterator[ExitStack]:
 
 
 @pytest.fixture
-def half_way(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
-    events: list[Callable[[], None]] = []
+def half_way(monkeypatch: pytest.MonkeyPatch) -> Events:
+    events: Events = []
     fill = shares.fill
     count = 0
 
@@ -84,7 +86,7 @@ def sent(sender: GroupSender, version: int) -> str:
 @pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_generator_killed_or_stopped_mid_transfer_leaves_the_group(
-    number: signal.Signals, leaving: ExitStack, half_way: list[Callable[[], None]]
+    number: signal.Signals, leaving: ExitStack, half_way: Events
 ) -> None:
     trainer = trainer_of(leaving)
     sender = trainer.sender
@@ -106,9 +108,7 @@ def test_a_generator_killed_or_stopped_mid_transfer_leaves_the_group(
         assert all(member.has(4) for member in members)
 
 
-def test_a_generator_that_joins_mid_transfer_receives_the_next_version(
-    leaving: ExitStack, half_way: list[Callable[[], None]]
-) -> None:
+def test_a_generator_that_joins_mid_transfer_receives_the_next_version(leaving: ExitStack, half_way: Events) -> None:
     trainer = trainer_of(leaving)
     sender = trainer.sender
     members = [Member(leaving, f"g.receive({trainer.address!r})"), Member(leaving, "g.receive()")]

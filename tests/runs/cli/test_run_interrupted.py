@@ -154,9 +154,7 @@ def test_a_run_ends_normally_when_its_data_ends(job_file: Path) -> None:
     assert len(lines_of(job_file, "ends")) == 2
 
 
-def test_a_full_disk_loses_nothing(
-    job_file: Path, whole: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_loses_nothing(job_file: Path, whole: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """The third checkpoint finds no room; the second stands, and with room again the curve is the same."""
     from rlhfspec.training.checkpoint import folders
 
@@ -175,9 +173,7 @@ def test_a_full_disk_loses_nothing(
     assert train(job_file, "full", STEPS, resume=True) == whole
 
 
-def test_a_disk_that_another_process_fills_ends_the_run_in_one_line(
-    job_file: Path, whole: list[dict[str, Any]], small_disk: Path
-) -> None:
+def test_disk_others_fill_ends_run_in_one_line(job_file: Path, whole: list[dict[str, Any]], small_disk: Path) -> None:
     """Another process fills the disk while the second step is scored. With room again the run resumes."""
     filler = small_disk / "filler"
     rewards = (job_file.parent / "rewards.py").read_text()

@@ -18,9 +18,7 @@ from rlhfspec.common.ranks import SECRET
 LOSSES = ("policy_loss", "kl", "grad_norm", "entropy")
 
 
-def run_in_a_group(
-    command: list[str], environment: Mapping[str, str] = {}, folder: Path | None = None
-) -> tuple[int, str]:
+def in_a_group(command: list[str], environment: Mapping[str, str] = {}, folder: Path | None = None) -> tuple[int, str]:
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
     process = subprocess.Popen(command, env=env, cwd=folder, start_new_session=True, **pipes)
@@ -94,7 +92,7 @@ def test_a_rank_without_a_leader_names_the_address_it_waited_for(job_file: Path)
     environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", SECRET: "of this"}
     command = [sys.executable, "-m", "rlhfspec.cli.start", "run", str(job_file), "--out", "out"]
     command += ["--set", "roles.trainer.deadlineSeconds=1"]
-    code, output = run_in_a_group(command, environment, job_file.parent)
+    code, output = in_a_group(command, environment, job_file.parent)
     assert code == 1
     assert "trainer 1: waited for rank 0 at 127.0.0.1:1 for 1 s" in output.splitlines()[-1]
     assert "Traceback" not in output

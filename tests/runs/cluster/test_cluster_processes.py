@@ -112,8 +112,7 @@ def test_a_generator_of_two_processes_is_one_pod(job: Job) -> None:
 def test_an_absent_server_at_the_start_is_logged_with_its_address(job: Job) -> None:
     prepared(job)
     prompts = job.start("prompts", nats_url="tls://127.0.0.1:9")
-    said = "tls://127.0.0.1:9: no server there (connection refused)"
-    eventually(lambda: said in prompts.log, "the address is said")
+    eventually(lambda: "tls://127.0.0.1:9: no server there (connection refused)" in prompts.log, "the address is said")
     assert prompts.stopped()[0] == 0
 
 

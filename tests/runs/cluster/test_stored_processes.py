@@ -87,8 +87,7 @@ def test_a_run_trains_when_its_pods_share_only_an_object_store(job: StoredJob, s
     assert curve_of(job.job_file, f"fetched/{RUN}") == curve_of(job.job_file, "one")
     run = job.job_file.parent / "fetched" / RUN
     assert json.loads((run / "manifest.json").read_text())["outcome"] == "completed"
-    traced = {path.name for path in (run / "traces").iterdir()}
-    assert {f"{stage}-0.jsonl" for stage in STAGES} <= traced
+    assert {f"{stage}-0.jsonl" for stage in STAGES} <= {path.name for path in (run / "traces").iterdir()}
     assert "prepared" in prepare.message
 
 
@@ -109,7 +108,6 @@ def fetched(job: StoredJob) -> None:
 def test_prepare_reports_a_wrong_object_store_of_the_job(job: StoredJob) -> None:
     none = job.start(names.PREPARE, storage_uri="s3://nobucket/team")
     assert none.ended() == (78, "spec.storage.uri: the bucket does not exist (got 's3://nobucket/team')")
-    empty = job.start(names.PREPARE, storage_uri="s3://bucket/empty")
-    code, said = empty.ended()
+    code, said = job.start(names.PREPARE, storage_uri="s3://bucket/empty").ended()
     assert code == 78
     assert "spec.dataset.path: no such file or folder" in said

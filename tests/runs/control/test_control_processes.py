@@ -45,9 +45,7 @@ def shown_once(control: Pod, holds: Callable[[set[str]], bool]) -> dict[str, Any
     return dict(eventually(look, "these workers are shown"))
 
 
-def test_control_waits_for_the_run_and_survives_a_nats_that_lost_all(
-    tmp_path: Path, job_file: Path, token: Path
-) -> None:
+def test_control_waits_for_run_and_survives_a_nats_that_lost_all(tmp_path: Path, job_file: Path, token: Path) -> None:
     with (
         SharedServers(tmp_path / "release") as servers,
         closing(Operator(servers)) as operator,

@@ -21,9 +21,7 @@ def tokens_of(folder: Path) -> list[list[int]]:
 
 @pytest.mark.whole("whole runs in which processes are killed, one after the other")
 @pytest.mark.parametrize("which", [1, 0])
-def test_killed_parts_of_a_generator_keep_the_curve_of_one_process(
-    which: int, job_file: Path, starting: Callable[..., Started]
-) -> None:
+def test_killed_generator_parts_keep_the_curve(which: int, job_file: Path, starting: Callable[..., Started]) -> None:
     hold = hold_rewards(job_file, "0 many")
     steps = "training.steps=3"
     whole = train(job_file, "one", steps)
@@ -46,9 +44,7 @@ def test_killed_parts_of_a_generator_keep_the_curve_of_one_process(
 
 @pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
-def test_a_run_that_is_ended_leaves_no_part_behind(
-    end: signal.Signals, job_file: Path, starting: Callable[..., Started]
-) -> None:
+def test_ended_run_leaves_no_part_behind(end: signal.Signals, job_file: Path, starting: Callable[..., Started]) -> None:
     hold = hold_rewards(job_file, "1 many")
     run = starting("many", PARTS)
     run.until(" 1/3 ")
@@ -75,5 +71,4 @@ def test_a_model_that_cannot_be_cut_is_refused_by_name(job_file: Path, starting:
     random_model("phi3", seed=0, vocab_size=VOCAB_SIZE).save_pretrained(folder)
     hugging_face_tokenizer().save_pretrained(folder)
     run = starting("many", PARTS, f"model.path={folder}")
-    output = run.ends(2)
-    assert "spec.model.path: cannot be cut over 2 processes: Phi3ForCausalLM needs rowwise_split_input" in output
+    assert "spec.model.path: cannot be cut over 2 processes: Phi3ForCausalLM needs rowwise_split_input" in run.ends(2)

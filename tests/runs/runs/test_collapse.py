@@ -12,9 +12,7 @@ EVALUATE = ("evaluation.everySteps=2", "evaluation.numPrompts=5", "training.step
 STOP = ("training.stopOnCollapse=true", "generation.speculation.mode=off", *EVALUATE)
 
 
-def test_a_run_ends_with_a_checkpoint_where_its_policy_collapses(
-    job_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_ends_with_a_checkpoint_where_its_policy_collapses(job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = train(job_file, "whole", *EVALUATE)
     for number in ("_LEFT_SHARE", "_OF_EXPECTED"):  # so that any policy counts as one that collapses
         monkeypatch.setattr(learning_signs, number, 99.0)

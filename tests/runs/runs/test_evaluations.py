@@ -84,8 +84,7 @@ def test_a_later_export_merges_a_low_rank_update_as_the_run_does(job_file: Path)
 
 def exported_weights(folder: RunFolder, *words: str) -> dict[str, bytes]:
     out = folder.path.parent / "written"
-    said = command(["export", str(folder.path), *words, "--out", str(out)], 0).output
-    assert f"{out}: step " in said
+    assert f"{out}: step " in command(["export", str(folder.path), *words, "--out", str(out)], 0).output
     return weights_in(out)
 
 

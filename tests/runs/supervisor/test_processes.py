@@ -155,8 +155,7 @@ def test_a_job_that_a_stage_refuses_leaves_no_folder(job_file: Path, starting: C
     del tensors[next(name for name in tensors if "mlp" in name)]
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
     run = starting("refused", f"model.path={broken}")
-    output = run.ends(2)
-    assert "model.path: its checkpoint lacks 1 weight" in output.splitlines()[-1], "whichever stage saw it first"
+    assert "model.path: its checkpoint lacks 1 weight" in run.ends(2).splitlines()[-1], "whichever stage saw it first"
     assert not run.folder.exists()
 
 

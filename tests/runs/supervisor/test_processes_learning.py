@@ -91,9 +91,7 @@ def test_a_resumed_run_has_the_same_curve_with_or_without_a_learnt_drafter(
 
 
 @pytest.mark.whole("whole runs in which processes are killed, one after the other")
-def test_a_restarted_generator_goes_on_with_the_learnt_drafter(
-    job_file: Path, starting: Callable[..., Started]
-) -> None:
+def test_restarted_generator_goes_on_with_the_learnt_drafter(job_file: Path, starting: Callable[..., Started]) -> None:
     plain = train(job_file, "plain")
     hold = hold_rewards(job_file)
     run = starting("killed", *LEARNING)

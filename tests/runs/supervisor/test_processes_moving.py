@@ -159,9 +159,7 @@ def test_a_disk_full_at_the_start_is_refused_with_the_needed_room(job_file: Path
     assert list(small_disk.iterdir()) == [], "nothing was begun"
 
 
-def test_a_disk_that_fills_up_is_named_in_the_last_line_of_output(
-    job_file: Path, disk: Path, starting: Callable[..., Started]
-) -> None:
+def test_full_disk_is_named_in_last_output_line(job_file: Path, disk: Path, starting: Callable[..., Started]) -> None:
     run = starting("disk/out", "training.steps=3000", "observability.traces=false")
     run.until(" 1/3000 ")
     fill(disk)

@@ -68,8 +68,7 @@ def check_what_is_shown(run: Path) -> None:
     shown = trace(str(run), id)
     for source, destination in pairwise(workers):
         assert f"generator {source} -> {destination}" in shown
-    rows = trace(str(run), "--slowest", "9", "--step", id.split("/")[1]).splitlines()
-    [row] = [line for line in rows if id in line]
+    [row] = [line for line in trace(str(run), "--slowest", "9", "--step", id.split("/")[1]).splitlines() if id in line]
     assert row.rstrip().endswith(f"generator {', '.join(map(str, workers))}")
 
 

@@ -98,9 +98,7 @@ def job_file(tmp_path: Path) -> Path:
     )  # fmt: skip
 
 
-def test_processes_and_a_killed_run_train_the_same_curve(
-    model: Path, job_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_and_killed_runs_keep_the_curve(model: Path, job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("started.PATIENCE_SECONDS", 800.0)
     run = Started(job_file, "whole", OFF, processes=False)
     run.ends()
@@ -114,9 +112,7 @@ def test_processes_and_a_killed_run_train_the_same_curve(
     assert curve_of(job_file, "drafting") == curve_of(job_file, "killed") == run.curve()
 
 
-def test_the_reward_of_the_smollm2_example_rises_without_a_collapse(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_smollm2_reward_rises_without_collapse(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Held-out questions are all different, so that few different answers would be a collapse."""
     monkeypatch.setattr("started.PATIENCE_SECONDS", 2000.0)
     out = str(tmp_path / "out")

@@ -18,9 +18,7 @@ def told(run: Started, stage: str, words: str) -> int:
     return sum(words in json.loads(line)["message"] for line in lines)
 
 
-def test_weights_by_group_give_the_curve_and_samples_of_the_store(
-    job_file: Path, starting: Callable[..., Started]
-) -> None:
+def test_weights_by_group_give_curve_and_samples_of_the_store(job_file: Path, starting: Callable[..., Started]) -> None:
     hold, steps = hold_rewards(job_file), "training.steps=4"
     hold.unlink()
     whole = train(job_file, "one", steps)

@@ -53,9 +53,7 @@ def test_a_report_is_sent_with_the_current_token(servers: SharedServers, operato
     assert [report.step for report in operator.reports] == [3, 3]
 
 
-def test_a_server_with_a_foreign_certificate_gets_no_token(
-    servers: SharedServers, operator: Operator, token: Path, tmp_path: Path
-) -> None:
+def test_foreign_server_gets_no_token(servers: SharedServers, operator: Operator, token: Path, tmp_path: Path) -> None:
     stranger = SharedServers(tmp_path / "stranger")
     with pytest.raises(NotTaken, match="CERTIFICATE_VERIFY_FAILED"):
         Endpoint(operator.url, authority(stranger), token).post(BODY)
@@ -63,9 +61,7 @@ def test_a_server_with_a_foreign_certificate_gets_no_token(
     assert not operator.problems, "it never came so far"
 
 
-def test_a_missing_operator_token_or_tls_is_reported_in_one_line(
-    servers: SharedServers, operator: Operator, token: Path
-) -> None:
+def test_missing_operator_token_or_tls_is_one_line(servers: SharedServers, operator: Operator, token: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(NotTaken, match="Connection refused"):

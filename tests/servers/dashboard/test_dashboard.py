@@ -205,8 +205,7 @@ def test_links_and_pipes_in_place_of_run_files_are_not_followed(tmp_path: Path) 
 
 @pytest.mark.parametrize("place", range(len(HOSTILE)))
 async def test_hostile_texts_arrive_as_text(tmp_path: Path, place: int) -> None:
-    folder = write_run(tmp_path / "run", steps=1, texts=HOSTILE)
-    async with visited(folder) as (session, url):
+    async with visited(write_run(tmp_path / "run", steps=1, texts=HOSTILE)) as (session, url):
         answer = await session.get(f"{url}{JOB}/sample", params={"id": f"sums/1/{place}/0"})
         assert answer.headers["Content-Type"].startswith("application/json")
         text = (await answer.json())["sample"]["text"]
@@ -344,8 +343,7 @@ PROTECTED = (
 @pytest.mark.parametrize("path", PROTECTED)
 @pytest.mark.parametrize("token", ["", "wrong", TOKEN + "x", TOKEN[:-1], "x" * 20_000, "\u00fc", "a b"])
 async def test_without_a_token_every_path_answers_401(tmp_path: Path, path: str, token: str) -> None:
-    folder = write_run(tmp_path / "run", steps=1, texts=("the text",))
-    async with visited(folder, token="") as (session, url):
+    async with visited(write_run(tmp_path / "run", steps=1, texts=("the text",)), token="") as (session, url):
         cookies = {f"rlhfspec-{url.rpartition(':')[2]}": token} if token.isascii() and " " not in token else {}
         if len(token) < 4000:
             answer = await session.get(f"{url}{path}", cookies=cookies)
@@ -363,8 +361,7 @@ async def test_the_printed_address_lets_a_browser_in(tmp_path: Path) -> None:
         assert "HttpOnly" in cookie
         assert "SameSite=Strict" in cookie
         name, _, rest = cookie.partition("=")
-        cookies = {name: rest.partition(";")[0]}
-        assert (await session.get(f"{url}/", cookies=cookies)).status == 200
+        assert (await session.get(f"{url}/", cookies={name: rest.partition(";")[0]})).status == 200
         refused = await session.get(f"{url}/?token=wrong", allow_redirects=False)
         assert "Set-Cookie" not in refused.headers
 
@@ -381,9 +378,7 @@ async def test_the_printed_address_lets_a_browser_in(tmp_path: Path) -> None:
         ({"Host": "evil.example:8000"}, "GET", "/"),
     ],
 )
-async def test_requests_from_other_sites_are_refused(
-    tmp_path: Path, headers: dict[str, str], method: str, path: str
-) -> None:
+async def test_cross_site_requests_are_refused(tmp_path: Path, headers: dict[str, str], method: str, path: str) -> None:
     async with visited(write_run(tmp_path / "run")) as (session, url):
         answer = await session.request(method, f"{url}{path}", headers=headers, allow_redirects=False)
         assert answer.status == 403
@@ -453,8 +448,7 @@ async def test_200_generators_and_10000_samples_do_not_choke_the_server(tmp_path
             passed, used = time.monotonic() - began, time.process_time() - cpu
             print(f"2,000 loads and 2,000 moves: {num_events} events, {used:.2f} s of CPU in {passed:.2f} s")
             assert num_events <= 6 * (passed + 2)
-            answer = await session.get(f"{url}/api/jobs")
-            assert answer.status == 200
+            assert (await session.get(f"{url}/api/jobs")).status == 200
 
 
 async def test_all_readers_share_one_feed_that_ends_after_the_last(tmp_path: Path) -> None:

@@ -55,8 +55,7 @@ async def test_charts_have_units_and_the_job_shows_yaml_and_run_folder(tmp_path:
     async with looking(folder) as (page, _):
         await open_job(page)
         await page.until("document.querySelectorAll('.chart path.line').length >= 7")
-        units = "[...document.querySelectorAll('.chart .unit')].map((each) => each.textContent)"
-        found = await page.value(units)
+        found = await page.value("[...document.querySelectorAll('.chart .unit')].map((each) => each.textContent)")
         assert found[1::2] == ["step"] * 7
         assert len(set(found[::2])) == 6, "KL and entropy share one"
         assert all(found)
@@ -81,8 +80,7 @@ async def test_every_page_can_be_reached_by_keyboard(tmp_path: Path) -> None:
         await page.until("document.querySelector('.readout').textContent.includes('step 1')")
         await page.press("ArrowRight")
         await page.until("document.querySelector('.readout').textContent.includes('step 2')")
-        outline = await page.value("getComputedStyle(document.activeElement).outlineStyle")
-        assert outline == "solid"
+        assert await page.value("getComputedStyle(document.activeElement).outlineStyle") == "solid"
 
 
 async def test_hostile_texts_stay_texts(tmp_path: Path) -> None:
@@ -119,14 +117,12 @@ async def test_a_sample_shows_where_its_time_went(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dark", [False, True])
 async def test_a_narrow_screen_needs_no_sideways_scrolling_and_texts_can_be_read(tmp_path: Path, dark: bool) -> None:
-    folder = write_run(tmp_path / "run", finished=False)
-    async with looking(folder, width=360, height=740, dark=dark) as (page, live):
+    async with looking(write_run(tmp_path / "run", finished=False), width=360, height=740, dark=dark) as (page, live):
         await open_job(page)
         await live.say(load(0), load(1))
         await page.until("document.querySelector('.loads')")
         assert await page.value("document.documentElement.scrollWidth") <= 360
-        contrast = await page.value(CONTRAST)
-        assert contrast >= 4.5
+        assert await page.value(CONTRAST) >= 4.5
 
 
 # The least contrast of a text's color and what it stands on, by WCAG's formula.

@@ -109,8 +109,7 @@ async def test_a_deleted_namespace_is_the_only_one_missing(tmp_path: Path) -> No
         for namespaces in (["gone", "team"], ["team", "gone"]):
             source = ClusterSource(api, Servers(), namespaces=namespaces)
             async with served(source, People(a=("jobs",))) as (_, url), visiting("a") as session:
-                jobs = await (await session.get(f"{url}/api/jobs")).json()
-                assert [job["namespace"] for job in jobs] == ["team"]
+                assert [job["namespace"] for job in await (await session.get(f"{url}/api/jobs")).json()] == ["team"]
                 assert (await session.get(f"{url}/api/jobs/team/sums/yaml")).status == 200
         refused.add("team")
         source = ClusterSource(api, Servers(), namespaces=["gone", "team"])
@@ -120,9 +119,8 @@ async def test_a_deleted_namespace_is_the_only_one_missing(tmp_path: Path) -> No
 
 async def test_all_visitors_together_have_a_limit_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "MOST_STREAMS", 1)
-    people = People(a=("jobs",), b=("jobs",))
     async with (
-        visited(write_run(tmp_path / "run"), people, "a") as (one, url),
+        visited(write_run(tmp_path / "run"), People(a=("jobs",), b=("jobs",)), "a") as (one, url),
         visiting("b") as other,
         Stream(one, f"{url}/api/events"),
     ):
@@ -144,9 +142,7 @@ async def test_a_visitor_who_loses_access_loses_the_stream(
         await ends(stream)
 
 
-async def test_last_words_reach_only_visitors_who_may_read_logs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_last_words_reach_only_those_who_may_read_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "KEEP_ALIVE_SECONDS", 0.05)
     people, source = People(reader=("jobs", "texts"), looker=("jobs",)), Failing([write_run(tmp_path / "run")])
     async with (
@@ -222,8 +218,7 @@ async def test_the_page_shows_the_yaml_and_the_run_folder_of_the_job(tmp_path: P
         assert answer.headers["Content-Type"].startswith("text/plain")
         assert yaml.safe_load(await answer.text()) == yaml.safe_load((folder / "job.yaml").read_text())
         assert (await stranger.get(f"{url}{JOB}/yaml")).status == 403
-        told = (await stream.next("job")).data["folder"]
-        assert told == {"path": str(folder), "place": "this machine", "fetch": ""}
+        assert (await stream.next("job")).data["folder"] == {"path": str(folder), "place": "this machine", "fetch": ""}
 
 
 class Pods:

@@ -100,9 +100,7 @@ def test_a_refusal_of_the_store_is_a_permanent_error_that_names_the_field(
     assert "wrong" not in str(refused.value)
 
 
-def test_an_absent_store_is_reported_as_temporary_after_the_patience(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_absent_store_is_reported_as_temporary_after_patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(StorageUnavailable, match=r"^s3://bucket/team: ") as away:
         ObjectStore("s3://bucket/team", tmp_path, patience_seconds=0.5).sizes("data")

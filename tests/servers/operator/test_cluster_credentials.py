@@ -207,8 +207,7 @@ async def test_a_reply_of_the_server_cannot_make_or_delete_a_stream(servers: Sha
         inbox_prefix=inbox_of(role, "b1b1").encode(),
     )  # fmt: skip
     mine, pull = f"rlhf_{JOB}_b1b1_sample", b'{"batch": 1, "expires": 5000000000}'
-    reply = f"$JS.API.STREAM.CREATE.{wanted['name']}"
-    await client.publish(f"$JS.API.CONSUMER.MSG.NEXT.{mine}.{role}", pull, reply)
+    await client.publish(f"$JS.API.CONSUMER.MSG.NEXT.{mine}.{role}", pull, f"$JS.API.STREAM.CREATE.{wanted['name']}")
     await client.publish(f"$JS.API.STREAM.INFO.{mine}", b"", f"$JS.API.STREAM.DELETE.rlhf_{JOB}_b2b2_sample")
 
     async def num_delivered() -> int:
@@ -237,8 +236,7 @@ async def as_operator(servers: SharedServers) -> nats.NATS:
 
 async def test_a_generator_may_act_as_a_guest_of_the_role_it_helps(servers: SharedServers) -> None:
     await servers.make_streams(UID)
-    place = connections(servers, servers.credentials("generator"))
-    guest = await connect(place, "reference", name="guest")
+    guest = await connect(connections(servers, servers.credentials("generator")), "reference", name="guest")
     await guest.subscribe(loop.subject(JOB, UID, Sample), loop.work_consumer(loop.BY_NAME["reference"]))
     await guest.close()
 

@@ -35,8 +35,7 @@ def cache_of(world: World) -> Cache:
 
 def forge(world: World, role: str) -> None:
     """All is as the operator's own, but for its uid; the proof is of another pod."""
-    like = world.pods.get(f"sums-{role}-0") or world.pods["sums-prepare-0"]
-    pod = copy.deepcopy(like)
+    pod = copy.deepcopy(world.pods.get(f"sums-{role}-0") or world.pods["sums-prepare-0"])
     labels = names.labels_of("sums", role, 0) | {names.RUN: world.run_uid}
     pod["metadata"] |= {"name": f"sums-{role}-0", "uid": "forged", "labels": labels}
     world.pods[f"sums-{role}-0"] = pod

@@ -81,8 +81,7 @@ def test_gpus_are_counted_in_every_notation_of_quantities(said: Any) -> None:
 def test_every_job_that_an_api_server_takes_has_a_status(manifest: dict[str, Any]) -> None:
     body = job_body() | {"spec": manifest["spec"]}
     world = World(body)
-    job = job_view(body)
-    plan = reconcile(job, world.observed(), SETTINGS, world.now)
+    plan = reconcile(job_view(body), world.observed(), SETTINGS, world.now)
     status = plan.status
     for _ in range(3):
         if "phase" not in status or status["phase"] == "Failed":

@@ -89,8 +89,7 @@ async def test_only_streams_of_work_have_a_maximum_age(servers: SharedServers) -
     control = await asked_by_the_operator(servers)
     for record, kind in loop.KINDS.items():
         info = await control._connection.api(f"STREAM.INFO.rlhf_{JOB}_66ff_{record.__name__.lower()}")
-        days = info["config"]["max_age"] / 86400e9
-        assert days == (30.0 if kind == "work" else 0.0), record
+        assert info["config"]["max_age"] / 86400e9 == (30.0 if kind == "work" else 0.0), record
     await control.close()
 
 
@@ -140,8 +139,7 @@ async def may(servers: SharedServers, uid: str, namespace: str = "team") -> str:
     """Return "" if the run's control has access with its pod's Secret, else the error."""
     from redis.exceptions import RedisError
 
-    folder = servers.credentials(CONTROL, run=uid, namespace=namespace)
-    async with client_of(servers.redis_url, folder, 20.0) as redis:
+    async with client_of(servers.redis_url, servers.credentials(CONTROL, run=uid, namespace=namespace), 20.0) as redis:
         try:
             await redis.set(users.live_key(uid), b"x")
         except (RedisError, OSError) as error:
@@ -167,8 +165,7 @@ async def users_and_keys(servers: SharedServers) -> tuple[set[str], set[str]]:
 @needs_redis
 async def test_users_and_keys_go_with_their_run_and_no_others_do(servers: SharedServers) -> None:
     _, redis = operators(servers)
-    others = ClusterRun("team", "5e5e")
-    stranger = users.user_of(new_keys().master, others)
+    stranger = users.user_of(new_keys().master, ClusterRun("team", "5e5e"))
     both = runs_of(("team", "b22b"), ("gone", "c33c"))
     await redis.settle(both)
     assert not await may(servers, "b22b")
@@ -197,8 +194,7 @@ async def test_users_and_keys_go_with_their_run_and_no_others_do(servers: Shared
 async def test_a_redis_that_was_started_anew_has_its_users_again(servers: SharedServers) -> None:
     _, redis = operators(servers)
     failed: list[str] = []
-    tending = Tending(redis, runs_of(("team", "d44d")), failed.append)
-    task = asyncio.create_task(tending.run())
+    task = asyncio.create_task(Tending(redis, runs_of(("team", "d44d")), failed.append).run())
     await until_may(servers, "d44d")
     await asyncio.to_thread(servers.kill_redis)
     await asyncio.to_thread(servers.start_redis)

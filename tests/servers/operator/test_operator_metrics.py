@@ -105,9 +105,7 @@ async def acting(folder: Path, patch: pytest.MonkeyPatch) -> AsyncIterator[Watch
                 working.cancel()
 
 
-async def test_actions_are_counted_and_every_documented_metric_is_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_actions_are_counted_and_every_metric_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with acting(tmp_path, monkeypatch) as watched:
         taking, cache = watched.taking, watched.operator._cache
         body = job_body()

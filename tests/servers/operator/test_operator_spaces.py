@@ -55,9 +55,7 @@ def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 CLAIM, ACCOUNT = f"POST {WHERE}/persistentvolumeclaims", f"PATCH {WHERE}/serviceaccounts/it"
 
 
-async def test_a_refused_namespace_object_is_retried_until_it_exists(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_refused_namespace_object_is_retried_until_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     server = Server()
     server.answers["PATCH"] = 403
     async with working(server, tmp_path) as found:

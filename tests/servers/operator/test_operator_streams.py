@@ -47,8 +47,7 @@ async def test_streams_of_open_runs_are_made_again_after_nats_lost_them(tmp_path
     with SharedServers(tmp_path) as servers:
         there, _ = operators(servers)
         runs = Runs(cache_of("j1", "j2"), lambda: {"rl"}, lambda: True)
-        tending = Tending(there, runs, lambda _: None)
-        task = asyncio.create_task(tending.run())
+        task = asyncio.create_task(Tending(there, runs, lambda _: None).run())
         transport = await asked_by_the_operator(servers)
         both = runs.to_declare()
         assert [run.job for run in both] == ["job-j1", "job-j2"]
@@ -59,8 +58,7 @@ async def test_streams_of_open_runs_are_made_again_after_nats_lost_them(tmp_path
 
         await until(are_made, "all streams are made")
         info = await transport._connection.api(f"STREAM.INFO.rlhf_job-j1_{both[0].uid}_sample")
-        metadata = metadata_of(install_of(servers.keys.master), "rl")
-        assert metadata.items() <= info["config"]["metadata"].items()
+        assert metadata_of(install_of(servers.keys.master), "rl").items() <= info["config"]["metadata"].items()
         await asyncio.to_thread(servers.kill_nats)
         shutil.rmtree(servers.folder / "store")
         await asyncio.to_thread(servers.start_nats)

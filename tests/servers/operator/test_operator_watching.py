@@ -104,9 +104,7 @@ def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watching, "LONGEST_WAIT_SECONDS", 0.1)
 
 
-async def test_a_forbidden_namespace_does_not_affect_other_namespaces(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_forbidden_namespace_does_not_affect_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     cluster = Cluster()
     cluster.forbidden.add("team")
     with caplog.at_level(logging.INFO):

@@ -117,8 +117,7 @@ async def _may(command: object) -> bool:
 async def test_redis_refuses_clients_without_the_right_password(servers: SharedServers) -> None:
     folder = servers.credentials("reward")
     for told in ({}, {"username": "reward", "password": "wrong"}, {"username": "default", "password": ""}):
-        options = {"ssl_ca_certs": str(folder / "servers-ca.pem"), **told}
-        async with client(servers.redis_url, 20.0, options) as redis:
+        async with client(servers.redis_url, 20.0, {"ssl_ca_certs": str(folder / "servers-ca.pem"), **told}) as redis:
             with pytest.raises(Exception, match=r"(?i)auth|invalid username"):
                 await redis.ping()
 
@@ -135,6 +134,5 @@ async def test_the_live_view_works_with_the_rights_of_its_users(servers: SharedS
     sending.cancel()
     await asyncio.gather(sending, return_exceptions=True)
     await writing.close()
-    view = await read_live(servers.redis_url, UID, credentials=looks)
-    assert not view.run.workers
+    assert not (await read_live(servers.redis_url, UID, credentials=looks)).run.workers
     assert writing.num_failures == 0

@@ -50,8 +50,7 @@ class Place:
     def __init__(self, folder: Path) -> None:
         self.credentials = folder / "credentials"
         create_credentials(self.credentials, [CONTROL, "view"])
-        password_file = self.credentials / "redis.password"
-        self.server = RedisServer(folder / "redis", run=UID, password_file=password_file)
+        self.server = RedisServer(folder / "redis", run=UID, password_file=self.credentials / "redis.password")
 
     def state(self) -> LiveState:
         return LiveState(self.server.url, UID, credentials=self.credentials)
@@ -116,8 +115,7 @@ async def test_an_old_live_view_keeps_its_age(tmp_path: Path) -> None:
         state = place.state()
         sending = asyncio.create_task(state.run())
         known = told(*GENERATOR)
-        written_at = known.clock.now() + SILENT_SECONDS - 1.0
-        state.write(LiveView(run=known.run, now=written_at))
+        state.write(LiveView(run=known.run, now=known.clock.now() + SILENT_SECONDS - 1.0))
         view = await place.until(lambda view: bool(view.run.workers))
         assert [each.doing for each in process_states(view.run, view.now)] == ["waiting"]
         password = (place.credentials / "redis.password").read_text()
@@ -132,9 +130,7 @@ async def test_an_old_live_view_keeps_its_age(tmp_path: Path) -> None:
         await state.close()
 
 
-async def test_a_restarted_empty_redis_is_filled_by_the_next_beat(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_restarted_empty_redis_is_filled_by_next_beat(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "rlhfspec.stage")
     async with a_server(tmp_path) as place:
         state = place.state()
@@ -281,9 +277,7 @@ async def _beat(place: Place) -> None:
 
 
 @pytest.mark.parametrize("look", [_read, _beat])
-def test_cancelling_at_any_moment_leaves_no_connection(
-    tmp_path: Path, look: Callable[[Place], Awaitable[None]]
-) -> None:
+def test_cancelling_any_time_leaves_no_connection(tmp_path: Path, look: Callable[[Place], Awaitable[None]]) -> None:
     async def cancelled(place: Place, moment: int) -> None:
         task = asyncio.ensure_future(look(place))
         for _ in range(moment):
@@ -348,8 +342,7 @@ def test_top_explains_in_one_line_why_it_shows_nothing(tmp_path: Path) -> None:
         return result.exit_code, result.output
 
     assert top() == (2, f"RUN: no run with --processes is active in this folder (got {str(tmp_path)!r})\n")
-    place = Place(tmp_path)
-    write_connections(tmp_path, place)
+    write_connections(tmp_path, Place(tmp_path))
     code, output = top()
     assert (code, output.count("\n")) == (1, 1)
     assert output.startswith("redis: ")

@@ -156,9 +156,7 @@ def test_a_temporary_failure_is_tried_again(server: Server, status: int) -> None
         (cut_short, "the connection failed: peer closed connection", 3),
     ],
 )
-def test_a_permanent_failure_and_one_after_all_retries_end_the_job(
-    server: Server, answer: Behaviour, problem: str, num_calls: int
-) -> None:
+def test_permanent_and_last_failures_end_a_job(server: Server, answer: Behaviour, problem: str, num_calls: int) -> None:
     server.script, naps = [answer], list[float]()
     with pytest.raises(RewardError, match=f"^reward 'judge' of sample sums/1/0/0: {problem}"):
         score(server, naps=naps)

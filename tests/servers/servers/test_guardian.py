@@ -116,8 +116,7 @@ def test_nothing_remains_when_the_supervisor_is_killed(tmp_path: Path, guardians
 
 
 def test_servers_go_with_their_supervisor_also_when_no_guardian_is_left(tmp_path: Path) -> None:
-    uid = f"t{uuid4().hex[:8]}"
-    with supervisor(tmp_path / "run", uid, tmp_path / "shared") as (process, told):
+    with supervisor(tmp_path / "run", f"t{uuid4().hex[:8]}", tmp_path / "shared") as (process, told):
         servers = [int(pid) for pid in told["pids"][NUM_GUARDIANS : NUM_GUARDIANS + 2]]
         assert all(map(is_alive, servers))
         for pid in told["guardians"]:

@@ -87,8 +87,7 @@ async def test_servers_carry_the_mark_of_the_run_and_listen_on_loopback(name: st
     server = MADE[name](tmp_path / name)
     async with started(server) as url:
         assert await answers(url)  # it has set its title by now, if it does that
-        environment = Path(f"/proc/{server.pid}/environ").read_bytes().split(b"\0")
-        assert f"{MARK}=r1".encode() in environment
+        assert f"{MARK}=r1".encode() in Path(f"/proc/{server.pid}/environ").read_bytes().split(b"\0")
         assert os.getsid(server.pid or 0) == server.pid  # Ctrl-C at the terminal is the supervisor's business
         assert {address for address, _ in listening(server.pid or 0)} <= {"127.0.0.1"}
         for path in server.folder.glob("*.conf"):
@@ -152,9 +151,7 @@ async def test_a_deep_folder_gets_a_shorter_path_for_its_socket(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", MADE)
-async def test_a_file_that_is_no_program_is_refused_in_one_line(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_non_program_is_refused_in_one_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "program"
     program.write_text("no program\n")
     program.chmod(0o700)

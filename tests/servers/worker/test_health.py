@@ -66,8 +66,7 @@ def test_work_past_its_deadline_is_not_ready_but_alive(clock: FakeClock) -> None
             assert status(health) == SERVING
             clock._now = 61.0
             assert status(health) == NOT_SERVING
-            late = "reward 0: reward of sums/3/7/1 takes 61 s, past its deadline\n"
-            assert asked(health, "/readyz") == (503, late)
+            assert asked(health, "/readyz") == (503, "reward 0: reward of sums/3/7/1 takes 61 s, past its deadline\n")
             assert asked(health, "/healthz")[0] == 200
         assert status(health) == SERVING
 

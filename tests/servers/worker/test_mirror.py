@@ -123,8 +123,7 @@ def test_a_following_rank_does_not_overwrite_files_of_the_first_rank(tmp_path: P
         (tmp_path / RUN / name).write_text("as it was sent")
     first.send()
     (tmp_path / RUN / "steps.jsonl").write_text("another line")
-    follower = Mirror(first.store, tmp_path / RUN, "trainer", 0, follows=True)
-    follower.fetch_run()
+    Mirror(first.store, tmp_path / RUN, "trainer", 0, follows=True).fetch_run()
     assert (tmp_path / RUN / "steps.jsonl").read_text() == "another line"
 
 
@@ -152,8 +151,7 @@ def test_roles_without_a_model_fetch_no_weights(tmp_path: Path) -> None:
         "other.txt",
     ):
         (base / name).write_text("x")
-    store = ObjectStore("s3://bucket/inputs", base)
-    store.push(path for path in base.rglob("*") if path.is_file())
+    ObjectStore("s3://bucket/inputs", base).push(path for path in base.rglob("*") if path.is_file())
     job = {"spec": {"model": {"path": "policy"}, "dataset": {"path": "./data.jsonl"}}}
     (tmp_path / "job.json").write_text(json.dumps(job))
     for stage, weights in (("prompts", False), ("prepare", False), ("generator", True)):

@@ -36,7 +36,7 @@ from rlhfspec.bench.stepping.step import Measure, StepBenchmark, StepSettings
 from rlhfspec.bench.worker import WorkerFailed
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
-from rlhfspec.tiny import models as tiny_models, perturbed, random_model
+from rlhfspec.tiny import models as tiny, perturbed, random_model
 from rlhfspec.tiny.tokenizer import VOCAB_SIZE, hugging_face_tokenizer
 from rlhfspec.training.checkpoint.shares import LEARNER
 from rlhfspec.training.checkpoint.store import CheckpointStore
@@ -71,18 +71,12 @@ def rows(scenario: str, **speeds: float) -> list[ResultRow]:
 
 @pytest.mark.parametrize(
     ("scenario", "machine", "pair", "adaptive", "holds"),
-    [
-        ("batch-1", FAST, "english", 330.0, True),
-        ("batch-1", FAST, "english", 329.0, False),
-        ("batch-1", SLOW, "english", 250.0, True),
-        ("batch-8", SLOW, "english", 99.0, False),
-        ("batch-64", FAST, "english", 104.0, False),
-        ("batch-64", SLOW, "english", 100.0, True),
-        ("long-tail", FAST, "english", 144.0, False),
-        ("long-tail", SLOW, "english", 130.0, True),
-        ("batch-1", FAST, "library", 101.0, True),  # on real text it only has to beat plain
-    ],
-)
+    [("batch-1", FAST, "english", 330.0, True), ("batch-1", FAST, "english", 329.0, False),
+     ("batch-1", SLOW, "english", 250.0, True), ("batch-8", SLOW, "english", 99.0, False),
+     ("batch-64", FAST, "english", 104.0, False), ("batch-64", SLOW, "english", 100.0, True),
+     ("long-tail", FAST, "english", 144.0, False), ("long-tail", SLOW, "english", 130.0, True),
+     ("batch-1", FAST, "library", 101.0, True)],  # on real text it only has to beat plain
+)  # fmt: skip
 def test_the_bar_against_plain_depends_on_scenario_and_machine(
     scenario: str, machine: Processor, pair: str, adaptive: float, holds: bool
 ) -> None:
@@ -108,10 +102,8 @@ def test_bars_compare_with_the_best_static_strategy_and_with_vllm() -> None:
 
 def test_drift_is_judged_from_step_15_on_and_learning_over_the_whole_run() -> None:
     def row(mode: str, step: int, rate: float, spent: float = 0.0) -> DriftStep:
-        return DriftStep(
-            mode=mode, step=step, num_tokens=round(100 * rate), num_verifications=100, cpu_seconds=1.0,
-            learning_seconds=spent, run_seconds=2.0,
-        )  # fmt: skip
+        rest: Any = {"num_verifications": 100, "cpu_seconds": 1.0, "run_seconds": 2.0}
+        return DriftStep(mode=mode, step=step, num_tokens=round(100 * rate), learning_seconds=spent, **rest)
 
     steps = range(1, 21)
     frozen = [row("frozen", step, 4.0 if step < 15 else 3.0) for step in steps]
@@ -132,10 +124,8 @@ def test_policies_of_a_run_are_replayed_with_both_drafters(tmp_path: Path, monke
         for step in (1, 2, 3):
             store.save(step, {LEARNER: {"policy": dict(perturbed(policy, 0.1 * step).state_dict())}})
     (tmp_path / "run" / "steps.jsonl").write_text('{"seconds": {"step": 5.0}}\n' * 3)
-    settings = DriftSettings(
-        job=tmp_path / "job.yaml", model=str(tmp_path / "policy"), draft=str(tmp_path / "draft"),
-        speculation="model-d4", share=0.2,
-    )  # fmt: skip
+    models = {"model": str(tmp_path / "policy"), "draft": str(tmp_path / "draft")}
+    settings = DriftSettings(job=tmp_path / "job.yaml", speculation="model-d4", share=0.2, **models)
     found = DriftResults(machine=None, rows=tuple(drift.replayed(settings, tmp_path / "run", lambda line: None)))
     frozen, learning = found.of("frozen"), found.of("learning")
     assert [row.step for row in frozen] == [row.step for row in learning] == [1, 2, 3]
@@ -174,7 +164,7 @@ def test_bands_of_activity_halve_down_to_one() -> None:
 
 
 @pytest.fixture(scope="module")
-def untrained_pair(tmp_path_factory: pytest.TempPathFactory) -> tiny_models.TinyModels:
+def models(tmp_path_factory: pytest.TempPathFactory) -> tiny.TinyModels:
     return untrained_pair_in(tmp_path_factory.mktemp("models"))
 
 
@@ -196,36 +186,26 @@ def test_bench_names_wrong_options(words: str, said: str, tmp_path: Path, monkey
     assert said in command(["bench", *words.split()], 2).output
 
 
-def test_explain_shows_predicted_and_real(untrained_pair: tiny_models.TinyModels) -> None:
-    arguments = [
-        "bench", "explain", "--model", str(untrained_pair.wide), "--draft", str(untrained_pair.draft),
-        "--batch", "4", "--tokens", "16", "--threads", "1", "--decisions", "3",
-    ]  # fmt: skip
-    outcome = command(arguments, 0)
-    for part in (
-        "decisions: predicted → real",
-        "the plans as they looked last",
-        "expected calibration error",
-        "selector's share",
-    ):
-        assert part in outcome.output
+def bench_output(models: tiny.TinyModels, *words: str) -> str:
+    pair = ["--model", str(models.wide), "--draft", str(models.draft)]
+    return command(["bench", *words, *pair, "--batch", "4", "--tokens", "16"], 0).output
 
 
-def test_trees_compares_with_chains(untrained_pair: tiny_models.TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_shows_predicted_and_real(models: tiny.TinyModels) -> None:
+    output, first = bench_output(models, "explain", "--threads", "1", "--decisions", "3"), "decisions: predicted → real"
+    for part in (first, "the plans as they looked last", "expected calibration error", "selector's share"):
+        assert part in output
+
+
+def test_trees_compares_with_chains(models: tiny.TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trees, "NODES", (4,))
-    arguments = [
-        "bench", "trees", "--model", str(untrained_pair.wide), "--draft", str(untrained_pair.draft),
-        "--batch", "4", "--tokens", "16",
-    ]  # fmt: skip
-    assert "-n4" in command(arguments, 0).output
+    assert "-n4" in bench_output(models, "trees")
     gain = trees.TreeGain(num_nodes=32, chain_tokens=10.0, tree_tokens=10.9, tree="x")
     assert (gain.holds, replace(gain, tree_tokens=11.0).holds, replace(gain, num_nodes=8).holds) == (False, True, True)
 
 
-def test_bench_drain_draws_its_picture(
-    untrained_pair: tiny_models.TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tiny_models, "ensure", lambda *_, **__: untrained_pair)
+def test_bench_drain_draws_a_picture(models: tiny.TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny, "ensure", lambda *_, **__: models)
     picture = tmp_path / "pictures" / "demo.png"
     arguments = ["bench", "drain", "--output", str(picture), "--tokens", "8", "--threads", "1", "--dtype", "float32"]
     outcome = command(arguments, 0)
@@ -332,21 +312,14 @@ def test_unequal_lengths_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "field", "value", "said"),
-    [
-        (BenchSettings, "modes", ("plain", "vlm"), "modes: must be among"),
-        (BenchSettings, "modes", ("hf",), "at least one of ours"),
-        (MigrateSettings, "links", ("memory",), "links"),
-        (MigrateSettings, "tokens", (10,), "tokens"),
-        (MigrateSettings, "repeats", 0, "repeats"),
-        (RebalanceSettings, "workloads", ("none",), "workloads"),
-        (StepSettings, "modes", ("verl",), "modes"),
-        (StepSettings, "samples_per_prompt", 1, "samples_per_prompt"),
-        (StepSettings, "steps", 0, "steps"),
-        (StepSettings, "num_threads", 0, "num_threads"),
-        (StepSettings, "num_prompt_tokens", 1, "num_prompt_tokens"),
-        (StepSettings, "algorithm", "dpo", "algorithm"),
-    ],
-)
+    [(BenchSettings, "modes", ("plain", "vlm"), "modes: must be among"),
+     (BenchSettings, "modes", ("hf",), "at least one of ours"), (MigrateSettings, "links", ("memory",), "links"),
+     (MigrateSettings, "tokens", (10,), "tokens"), (MigrateSettings, "repeats", 0, "repeats"),
+     (RebalanceSettings, "workloads", ("none",), "workloads"), (StepSettings, "modes", ("verl",), "modes"),
+     (StepSettings, "samples_per_prompt", 1, "samples_per_prompt"), (StepSettings, "steps", 0, "steps"),
+     (StepSettings, "num_threads", 0, "num_threads"), (StepSettings, "num_prompt_tokens", 1, "num_prompt_tokens"),
+     (StepSettings, "algorithm", "dpo", "algorithm")],
+)  # fmt: skip
 def test_impossible_settings_are_refused_by_name(settings: Any, field: str, value: Any, said: str) -> None:
     model = "target" if settings is BenchSettings else "model"
     with pytest.raises(InvalidRequest, match=said):

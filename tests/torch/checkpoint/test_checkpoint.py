@@ -36,13 +36,10 @@ leaves = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
     | st.builds(lambda n, v: torch.full((n,), v), st.integers(0, 3), st.floats(width=32))
 )  # fmt: skip
+keys = st.text(st.sampled_from("ab.$#"), max_size=3) | st.integers(0, 9)
 states = st.recursive(
     leaves,
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.lists(inner, max_size=3).map(tuple)
-        | st.dictionaries(st.text(st.sampled_from("ab.$#"), max_size=3) | st.integers(0, 9), inner, max_size=3)
-    ),
+    lambda inner: (lists := st.lists(inner, max_size=3)) | lists.map(tuple) | st.dictionaries(keys, inner, max_size=3),
     max_leaves=8,
 )
 
@@ -66,9 +63,7 @@ def test_any_state_unpacks_as_it_was_packed(value: Any) -> None:
     assert same(unpack(json.loads(json.dumps(document, allow_nan=False)), tensors), value)
 
 
-@pytest.mark.parametrize(
-    "value", [{1, 2}, object(), {"a": {(1, 2): 3}}, {True: 1}], ids=lambda value: type(value).__name__
-)
+@pytest.mark.parametrize("value", [{1, 2}, object(), {"a": {(1, 2): 3}}, {True: 1}], ids=lambda it: type(it).__name__)
 def test_a_value_that_cannot_be_kept_is_refused_by_its_path(value: Any) -> None:
     with pytest.raises(InvalidRequest) as error:
         pack({"run": [value]})
@@ -104,9 +99,8 @@ def test_a_checkpoint_has_one_readable_file_for_each_part(folder: Path) -> None:
     with CheckpointStore(folder, keep=1) as store:
         path = store.save(12, state(12))
     assert path == folder / "step-00000012"
-    assert sorted(file.name for file in path.iterdir()) == [
-        "manifest.json", "optimizer.safetensors", "policy.safetensors", "state.json",
-    ]  # fmt: skip
+    names = ["manifest.json", "optimizer.safetensors", "policy.safetensors", "state.json"]
+    assert sorted(file.name for file in path.iterdir()) == names
     assert load_file(path / "policy.safetensors")["policy.weight"].shape == (64, 64)
     with CheckpointStore(folder, keep=1) as store, pytest.raises(InvalidRequest, match="letters, digits, underscores"):
         store.save(13, {"../elsewhere": 1})
@@ -145,9 +139,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_checkpoint_is_skipped_with_a_warning(
-    folder: Path, damage: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_checkpoint_is_skipped_and_named(folder: Path, damage: Any, caplog: pytest.LogCaptureFixture) -> None:
     with CheckpointStore(folder, keep=3) as store:
         for step in (1, 2, 3):
             store.save(step, state(step))
@@ -265,13 +257,8 @@ def test_a_failure_of_any_operation_loses_nothing(tmp_path: Path, replacing: boo
                 store.save(step, state(step))
             step = 2 if replacing else 3
             with pytest.MonkeyPatch.context() as patch:
-                for owner, name in (
-                    (Path, "mkdir"),
-                    (Path, "rename"),
-                    (Path, "open"),
-                    (os, "fsync"),
-                    (shutil, "rmtree"),
-                ):
+                operations = [(Path, "mkdir"), (Path, "rename"), (Path, "open"), (os, "fsync"), (shutil, "rmtree")]
+                for owner, name in operations:
                     patch.setattr(owner, name, full.of(getattr(owner, name)))
                 for module in ("training.checkpoint.shares.write_tensors", "training.checkpoint.store.sync"):
                     real = {"write_tensors": write_tensors, "sync": sync}[module.rpartition(".")[2]]
@@ -290,7 +277,6 @@ def test_a_failure_of_any_operation_loses_nothing(tmp_path: Path, replacing: boo
 
 @pytest.mark.parametrize("kind", ["llama", "llama-tied", "gpt-neox", "qwen3"])
 def test_an_export_gives_the_logits_of_the_policy(tmp_path: Path, kind: str) -> None:
-
     model = random_model(kind, seed=0, vocab_size=260)
     tokens = torch.randint(260, (1, 9))
     export_hf(tmp_path / "export", random_model(kind, seed=1, vocab_size=260).state_dict(), model.config)

@@ -1,6 +1,7 @@
 import json
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,31 +67,24 @@ def test_a_drafter_is_made_and_changes_no_token(place: Path) -> None:
     assert generated(place, None) == generated(place, place / "drafter") == generated(place, place / "made")
 
 
+def before_each_lesson(monkeypatch: pytest.MonkeyPatch, act: Callable[[Student], object]) -> None:
+    genuine = Student.learn
+    monkeypatch.setattr(Student, "learn", lambda self, lessons: (act(self), genuine(self, lessons))[1])
+
+
 def test_transformers_gives_the_logits_of_the_exported_drafter(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     learnt: list[Student] = []
-    genuine = Student.learn
-
-    def learn(self: Student, lessons: Any) -> float:
-        learnt[:] = [self]
-        return genuine(self, lessons)
-
-    monkeypatch.setattr(Student, "learn", learn)
+    before_each_lesson(monkeypatch, learnt.append)
     train(place)
     tokens = torch.tensor([[65, 66, 67, 68, 69]])
     with torch.inference_mode():
         found = AutoModelForCausalLM.from_pretrained(place / "made")(tokens).logits
-        assert torch.equal(found, learnt[0].model(tokens).logits)
+        assert torch.equal(found, learnt[-1].model(tokens).logits)
         assert not torch.equal(found, load_model(place / "drafter")(tokens).logits)
 
 
 def test_ctrl_c_leaves_a_whole_folder(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    genuine = Student.learn
-
-    def learn(self: Student, lessons: Any) -> float:
-        os.kill(os.getpid(), signal.SIGINT)
-        return genuine(self, lessons)
-
-    monkeypatch.setattr(Student, "learn", learn)
+    before_each_lesson(monkeypatch, lambda _: os.kill(os.getpid(), signal.SIGINT))
     result = train(place, "--tokens", "1000000000", "--seconds", "1000000")
     assert "made: learnt from" in result.stdout
     load_model(place / "made")

@@ -21,9 +21,7 @@ from rlhfspec.training.data import Order, Prompts, Rows, load_rows, load_tokeniz
 from rlhfspec.training.data.order import num_steps
 
 RECORDS = [{"prompt": f"{n}+1=", "answer": n + 1, "tags": ["sum", {"digits": 1}]} for n in range(7)]
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
-)
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 
 
 def prompts_of(records: list[dict[str, Any]], tokenizer: Any = None, **fields: Any) -> Prompts:
@@ -114,19 +112,12 @@ def test_a_malformed_file_is_named_with_its_place(tmp_path: Path, name: str, con
 
 def test_columns_of_any_type_break_nothing(tmp_path: Path) -> None:
     day, noon = date(2030, 1, 2), datetime(2030, 1, 2, 12, tzinfo=UTC)
-    table = pyarrow.table(
-        {
-            "prompt": ["1+1="],
-            "day": [day],
-            "noon": [noon],
-            "price": [Decimal("1.50")],
-            "score": [float("nan")],
-            "image": [b"PNG"],
-            "nested": [{"parts": [{"day": day, "raw": b"x"}], "took": timedelta(seconds=1)}],
-            "far": pyarrow.array([10**15], pyarrow.timestamp("s")),
-        }
-    )
-    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    table: dict[str, Any] = {
+        "prompt": ["1+1="], "day": [day], "noon": [noon], "price": [Decimal("1.50")], "score": [float("nan")],
+        "image": [b"PNG"], "nested": [{"parts": [{"day": day, "raw": b"x"}], "took": timedelta(seconds=1)}],
+        "far": pyarrow.array([10**15], pyarrow.timestamp("s")),
+    }  # fmt: skip
+    pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "rows.parquet")
     rows = load_rows(Dataset(path=str(tmp_path / "rows.parquet")))
     prompts = Prompts(rows, hugging_face_tokenizer(), Dataset(path="d"), seed=0, prompts_per_step=1)
     columns = json.loads(prompts[0].columns_json)
@@ -204,7 +195,7 @@ def test_a_prompt_is_tokenized_as_the_engine_does() -> None:
 
 def test_messages_go_through_the_template_without_a_second_start() -> None:
     tokenizer = hugging_face_tokenizer()
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = CHAT
     records = [{"chat": [{"role": "user", "content": "hi"}], "answer": "x"}] * 2
     row = prompts_of(records, tokenizer, messagesColumn="chat")[0]
     assert row.text == "<user>hi<a>"
@@ -278,12 +269,9 @@ def test_the_tokenizer_beside_the_policy_is_loaded(tmp_path: Path) -> None:
 
 
 orders = st.builds(
-    Order,
-    num_rows=st.integers(1, 40),
-    prompts_per_step=st.integers(1, 12),
-    seed=st.integers(0, 2**63 - 1),
+    Order, num_rows=st.integers(1, 40), prompts_per_step=st.integers(1, 12), seed=st.integers(0, 2**63 - 1),
     shuffle=st.booleans(),
-)
+)  # fmt: skip
 
 
 @given(orders, st.integers(1, 5))
@@ -294,14 +282,12 @@ def test_an_epoch_takes_every_row_once(order: Order, epoch: int) -> None:
 
 
 @given(orders, st.permutations([(step, round) for step in (1, 2, 7) for round in (0, 1, 2)]))
-def test_the_order_is_a_function_of_seed_step_and_round(order: Order, asked: list[tuple[int, int]]) -> None:
+def test_the_order_is_a_function_of_seed_step_and_round(old: Order, asked: list[tuple[int, int]]) -> None:
     """Earlier calls do not matter, and fewer prompts are a prefix of more."""
     for step, round in asked:
-        fresh = Order(
-            num_rows=order.num_rows, prompts_per_step=order.prompts_per_step, seed=order.seed, shuffle=order.shuffle
-        )
-        assert order.indices(step, round) == fresh.indices(step, round)
-        assert order.indices(step, round, 1) == fresh.indices(step, round)[:1]
+        fresh = Order(num_rows=old.num_rows, prompts_per_step=old.prompts_per_step, seed=old.seed, shuffle=old.shuffle)
+        assert old.indices(step, round) == fresh.indices(step, round)
+        assert old.indices(step, round, 1) == fresh.indices(step, round)[:1]
 
 
 @given(orders, st.integers(1, 9))

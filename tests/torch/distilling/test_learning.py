@@ -363,12 +363,8 @@ def test_learning_continues_while_it_pays(pays: bool, share: float) -> None:
 
 def test_an_engine_that_learns_says_so(model: Any) -> None:
     assert make(model).abilities.learning is not None
-    for engine in (
-        make(model, None, speculation="off"),
-        make(model, learning="off"),
-        make(model, "self"),
-        make(model, "auto"),
-    ):
+    plain = make(model, None, speculation="off")
+    for engine in (plain, make(model, learning="off"), make(model, "self"), make(model, "auto")):
         assert engine.abilities.learning is None
     with pytest.raises(InvalidRequest, match="learning"):
         EngineConfig(learning=1.5)

@@ -160,9 +160,7 @@ def test_a_wrong_flash_attention_is_detected_and_not_used(second: Any, monkeypat
         same(engine.generate(PROMPTS[:2], PARAMS, seeds=range(2)), wanted()[:2])
 
 
-sequences = st.lists(
-    st.tuples(st.integers(0, 40), st.integers(1, 12)), min_size=1, max_size=4
-)  # what lies before, and tokens
+sequences = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12)), min_size=1, max_size=4)  # past and tokens
 
 
 @examples(30, whole=400)

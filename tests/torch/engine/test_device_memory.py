@@ -29,11 +29,9 @@ MIB = 1 << 20
 
 
 def engine_on_second(*, drafter: bool = False, **options: Any) -> Engine:
-    settings = {"max_sequences": 64, "max_context": 512, "profile": False, "speculation": "off"} | options
+    used = {"max_sequences": 64, "max_context": 512, "profile": False, "speculation": "off"} | options
     model = random_model("llama", seed=0)
-    return make_engine(
-        model, EngineConfig(device="second:0", **settings), draft=perturbed(model, 0.1) if drafter else None
-    )
+    return make_engine(model, EngineConfig(device="second:0", **used), draft=perturbed(model, 0.1) if drafter else None)
 
 
 def kv_bytes(engine: Engine) -> int:
@@ -114,9 +112,7 @@ class DeviceClock:
         return self.now
 
 
-def test_timing_a_forward_skips_its_first_call_and_waits_for_the_device(
-    second: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_timing_skips_the_first_call_and_waits_for_the_device(second: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_on_second(max_sequences=4, max_context=64)
     clock = DeviceClock(second)
     monkeypatch.setattr(torch.get_device_module("second"), "synchronize", clock.synchronize)

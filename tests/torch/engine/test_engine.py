@@ -162,17 +162,15 @@ def test_nan_logits_end_one_sequence_with_an_error() -> None:
     poisoned = copy.deepcopy(model())
     poisoned.get_input_embeddings().weight.data[200] = math.nan
     engine = make(model=poisoned, draft=perturbed(poisoned, 0.1))
-    healthy = make(speculation="off")
+    sound = make(speculation="off")
     prompts = [[1, 2, 3], [1, 200, 3], [9, 8]]
     params = SamplingParams(max_tokens=12, stop_token_ids=(200,))
     first, broken, last = engine.generate(prompts, params, seeds=[1, 2, 3])
     assert broken.finish_reason == "error"
     assert broken.error.startswith("logits:")
     assert broken.token_ids == ()
-    for done, expected in zip(
-        (first, last), healthy.generate([prompts[0], prompts[2]], params, seeds=[1, 3]), strict=True
-    ):
-        assert done.token_ids == expected.token_ids
+    for done, wanted in zip((first, last), sound.generate([prompts[0], prompts[2]], params, seeds=[1, 3]), strict=True):
+        assert done.token_ids == wanted.token_ids
     engine.check_integrity()
 
 

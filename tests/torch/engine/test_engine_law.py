@@ -123,10 +123,8 @@ def test_preemption_and_shared_prefixes_occur_in_these_tests(model: Any) -> None
     assert engine.stats().num_preemptions > 0
     assert sum(each.stats.num_preemptions for each in done) == engine.stats().num_preemptions
     roomy = engine_for(model, speculation="off")
-    for index in range(8):
-        roomy.submit(
-            Request(id=str(index), prompt_token_ids=tuple(prompt), params=SamplingParams(max_tokens=4), seed=index)
-        )
+    for i in range(8):
+        roomy.submit(Request(id=str(i), prompt_token_ids=tuple(prompt), params=SamplingParams(max_tokens=4), seed=i))
     roomy.step()
     roomy.step()
     assert roomy.stats().num_blocks - roomy.stats().num_free_blocks < 8 * 3  # two whole blocks of the prompt are shared
@@ -142,9 +140,8 @@ def test_equal_to_the_oracle_in_float64(model: Any, temperature: float) -> None:
     masked = dataclasses.replace(params, top_k=9, top_p=0.9)
     prompts = [[1, 2, 3], [7] * 20, [4]] * 2
     each = [params] * 3 + [masked] * 3
-    for prompt, used, seed, done in zip(
-        prompts, each, range(6), engine.generate(prompts, each, seeds=list(range(6))), strict=True
-    ):
+    completions = engine.generate(prompts, each, seeds=list(range(6)))
+    for prompt, used, seed, done in zip(prompts, each, range(6), completions, strict=True):
         truth = oracle.decode(reference, prompt, used, seed, forced=list(done.token_ids))
         assert list(done.token_ids) == list(truth.token_ids)
         np.testing.assert_allclose(done.log_probs, truth.log_probs, atol=1e-6)

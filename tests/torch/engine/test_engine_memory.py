@@ -74,12 +74,10 @@ def replay(done: Completion, asked: Request, index_of: dict[int, int]) -> None:
             logits, np.full(count, asked.seed, np.uint64), np.arange(count, dtype=np.int32),
             ones * np.float32(params.temperature), np.full(count, params.top_k, np.int32), ones,
         )  # fmt: skip
-        its = versions == version
-        assert np.array_equal(said.tokens.numpy()[its], tokens[wanted + 1][its])
-        assert np.array_equal(said.log_probs.numpy()[its], np.asarray(done.log_probs, np.float32)[its])
-        assert np.array_equal(
-            said.tempered_log_probs.numpy()[its], np.asarray(done.tempered_log_probs, np.float32)[its]
-        )
+        at = versions == version
+        assert np.array_equal(said.tokens.numpy()[at], tokens[wanted + 1][at])
+        assert np.array_equal(said.log_probs.numpy()[at], np.asarray(done.log_probs, np.float32)[at])
+        assert np.array_equal(said.tempered_log_probs.numpy()[at], np.asarray(done.tempered_log_probs, np.float32)[at])
 
 
 class Memory(RuleBasedStateMachine):
@@ -206,14 +204,12 @@ class Memory(RuleBasedStateMachine):
             assert here.cancel(name)
         Memory.seen[end] += 1
 
-    def _pick(self, names: Iterable[str], which: int, place: int) -> str:
+    def _pick(self, names: Iterable[str], nth: int, place: int) -> str:
         known = sorted(names)
         if not known:
-            self.submit(
-                place, which % len(PROMPTS), 3 + which % 17, TEMPERATURES[which % 3], which % 2 == 0, 1 + which % 4
-            )
+            self.submit(place, nth % len(PROMPTS), 3 + nth % 17, TEMPERATURES[nth % 3], nth % 2 == 0, 1 + nth % 4)
             self._step(self.engines[place])
-        return known[which % len(known)] if known else ""
+        return known[nth % len(known)] if known else ""
 
     def _names(self, engine: Engine) -> list[str]:
         scheduler = engine.scheduler

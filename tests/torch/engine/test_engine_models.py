@@ -92,14 +92,12 @@ def test_sliding_windows_give_the_tokens_of_the_oracle(window: int, lengths: tup
     plain = make_engine(make(), replace(usual, speculation="off"))
     assert plain.reports["model"].attentions == (f"4 heads of 16 over 2, scale 0.25, window {window}",)
     alone = one_by_one(plain, wanted)
-    plainly_hf = make().double()  # so that the roundings are ours alone
-    plainly_hf.set_attn_implementation("eager")
-    for request in wanted:
-        ours = alone[request.id]
+    hf = make().double()  # so that the roundings are ours alone
+    hf.set_attn_implementation("eager")
+    for each in wanted:
+        ours = alone[each.id]
         with torch.inference_mode():
-            theirs = oracle.decode(
-                plainly_hf, list(request.prompt_token_ids), request.params, request.seed, forced=list(ours.token_ids)
-            )
+            theirs = oracle.decode(hf, list(each.prompt_token_ids), each.params, each.seed, forced=list(ours.token_ids))
         margins = zip(ours.token_ids, theirs.token_ids, theirs.margins, strict=True)
         assert all(token == wanted_token or margin < 1e-5 for token, wanted_token, margin in margins)
         np.testing.assert_allclose(ours.log_probs, theirs.log_probs, atol=1e-5, rtol=0)

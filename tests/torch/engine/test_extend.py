@@ -23,12 +23,10 @@ def said(turn: int) -> tuple[int, ...]:
     return tuple(range(60 + 10 * turn, 60 + 10 * turn + 5 + turn))
 
 
-def fresh(
-    done: Completion, *, seed: int, weights: Any = None, version: int = 0, params: SamplingParams = PARAMS
-) -> object:
+def fresh(done: Completion, *, seed: int, weights: Any = None, params: SamplingParams = PARAMS) -> object:
     engine = make(speculation="off")
     if weights is not None:
-        engine.load_weights(weights.state_dict(), version=version)
+        engine.load_weights(weights.state_dict(), version=1)
     engine.submit(Request(id="x", prompt_token_ids=done.prompt_token_ids, params=params, seed=seed))
     return bits(drain(engine)["x"])
 
@@ -158,7 +156,7 @@ def test_new_weights_free_staying_memory_and_end_pinned_sequences() -> None:
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
     engine.extend("chat", said(1), seed=3)
     done = drain(engine)["chat"]
-    assert bits(done) == fresh(done, seed=3, weights=newer, version=1)
+    assert bits(done) == fresh(done, seed=3, weights=newer)
     with pytest.raises(WeightsVersionError):
         engine.extend("pinned", said(1), seed=3)
     assert engine.cancel("pinned")

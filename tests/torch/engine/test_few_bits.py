@@ -95,9 +95,7 @@ def test_a_self_drafter_is_refused_without_cpu_kernels(options: dict[str, Any]) 
 
 
 @pytest.mark.parametrize(("level", "pays"), [(0.3, True), (0.8, True), (1.0, False)])
-def test_an_auto_drafter_is_dropped_where_it_would_not_pay(
-    monkeypatch: pytest.MonkeyPatch, level: float, pays: bool
-) -> None:
+def test_auto_drafters_that_do_not_pay_are_dropped(monkeypatch: pytest.MonkeyPatch, level: float, pays: bool) -> None:
     tables = {TARGET: [1.0, 1.5], draft_kind("model"): [level, level], draft_kind("model", first=True): [level, level]}
     costs = CostModel({kind: CostTable([1, 64], seconds) for kind, seconds in tables.items()})
     monkeypatch.setattr(Speculator, "_profile", lambda self: costs)

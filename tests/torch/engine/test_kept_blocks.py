@@ -31,6 +31,12 @@ def an_engine() -> Engine:
     return make(max_sequences=NUM_ROWS, max_context=512, prefill_chunk=4096, draft=None, speculation="off")
 
 
+def run(engine: Engine, *requests: Request) -> dict[str, Completion]:
+    for each in requests:
+        engine.submit(each)
+    return drain(engine)
+
+
 class Counted:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -38,9 +44,7 @@ class Counted:
         self.done: dict[str, Completion] = {}
 
     def run(self, requests: list[Request]) -> None:
-        for each in requests:
-            self.engine.submit(each)
-        self.done |= drain(self.engine)
+        self.done |= run(self.engine, *requests)
 
     @property
     def num_run(self) -> int:
@@ -116,8 +120,7 @@ def test_kept_prompts_are_not_run_again(case: Case) -> None:
 @pytest.mark.parametrize("speculation", ["off", TREE, SUFFIX])
 def test_a_prompt_that_comes_again_is_found_and_only_its_last_token_runs(speculation: str | DraftPlan) -> None:
     engine = make(speculation=speculation)
-    engine.submit(request("first"))
-    assert bits(drain(engine)["first"]) == alone()
+    assert bits(run(engine, request("first"))["first"]) == alone()
     before = engine.stats()
     assert (before.num_prefill_tokens, before.num_found_tokens) == (len(PROMPT), 0)
     assert (before.num_kept_blocks, before.num_free_blocks) == (3, before.num_blocks)
@@ -138,8 +141,7 @@ def test_the_draft_model_reuses_its_own_kept_blocks() -> None:
         assert draft.cached[engine.state.sequences[name].row] == cached
         drain(engine)
     engine.set_speculation("off")
-    engine.submit(request("other", PROMPT[::-1]))
-    drain(engine)
+    run(engine, request("other", PROMPT[::-1]))
     engine.set_speculation(TREE)
     engine.submit(request("other", PROMPT[::-1], seed=8))
     engine.scheduler.admit()
@@ -152,14 +154,11 @@ def test_the_prompt_used_longest_ago_gives_way_its_end_first() -> None:
     engine = make(speculation="off", kv_cache_tokens=16 * 12, max_sequences=2)
     prompts = [tokens(seed=seed, count=40) for seed in range(4)]
     for index, prompt in enumerate((*prompts[:3], prompts[0])):  # 3 blocks each; the first one is used again
-        engine.submit(request(f"{index}", prompt, max_tokens=2))
-        drain(engine)
+        run(engine, request(f"{index}", prompt, max_tokens=2))
     assert engine.stats().num_kept_blocks == 9
-    engine.submit(request("large", tokens(seed=9, count=60), max_tokens=2))
-    drain(engine)
+    run(engine, request("large", tokens(seed=9, count=60), max_tokens=2))
     assert engine.stats().num_kept_blocks == 12
-    engine.submit(request("larger", tokens(seed=10, count=10), max_tokens=2))  # one more block, of the second prompt
-    drain(engine)
+    run(engine, request("larger", tokens(seed=10, count=10), max_tokens=2))  # one more block, of the second prompt
     found = []
     for index, prompt in enumerate(prompts[:3]):
         sequence = engine.state.new_sequence(request(f"{index}", prompt), None)  # type: ignore[arg-type]
@@ -172,8 +171,7 @@ def test_kept_blocks_shared_by_a_new_sequence_do_not_count_as_free() -> None:
     """Admission counts reclaimed blocks as taken; otherwise it would overcommit."""
     engine = make(speculation="off", kv_cache_tokens=16 * 7, max_sequences=4)
     long = tokens(seed=1, count=70)  # 5 blocks
-    engine.submit(request("long", long, max_tokens=2))
-    drain(engine)
+    run(engine, request("long", long, max_tokens=2))
     assert engine.stats().num_kept_blocks == 5
     engine.submit(request("other", tokens(seed=2, count=34), max_tokens=12))  # holds three of the seven
     engine.step()
@@ -186,30 +184,25 @@ def test_kept_blocks_shared_by_a_new_sequence_do_not_count_as_free() -> None:
 
 def test_forget_kept_frees_only_blocks_not_in_use() -> None:
     engine = make()
-    engine.submit(request("first"))
-    drain(engine)
+    run(engine, request("first"))
     engine.submit(request("runs", PROMPT[::-1]))
     engine.step()
     engine.forget_kept()
     engine.check_integrity()
     assert engine.stats().num_kept_blocks == 0
     before = engine.stats().num_prefill_tokens
-    for name, prompt in (("again", PROMPT), ("sibling", PROMPT[::-1])):
-        engine.submit(request(name, prompt))
-    assert bits(drain(engine)["again"]) == alone()
+    assert bits(run(engine, request("again", PROMPT), request("sibling", PROMPT[::-1]))["again"]) == alone()
     assert engine.stats().num_prefill_tokens - before == len(PROMPT), "the sibling's is there"
 
 
 @pytest.mark.proves_anew
 def test_measuring_costs_writes_over_what_is_kept() -> None:
     engine = make(speculation="off", profile=True)
-    engine.submit(request("first"))
-    drain(engine)
+    run(engine, request("first"))
     assert engine.stats().num_kept_blocks == 3
     engine.set_speculation("model")
     assert engine.stats().num_kept_blocks == 0
-    engine.submit(request("again"))
-    assert bits(drain(engine)["again"]) == alone()
+    assert bits(run(engine, request("again"))["again"]) == alone()
 
 
 def test_blocks_of_a_moved_sequence_are_kept_too() -> None:
@@ -233,9 +226,7 @@ def test_siblings_that_come_together_run_their_prompt_once_and_copy_its_tail() -
     engine = make(speculation=TREE)
     for prompt in (PROMPT, PROMPT[:9], PROMPT[:33]):  # with a tail, shorter than a block, and of whole blocks only
         before = engine.stats().num_prefill_tokens
-        for seed in range(5):
-            engine.submit(request(str(seed), prompt, seed=seed, max_tokens=8))
-        done = drain(engine)
+        done = run(engine, *(request(str(seed), prompt, seed=seed, max_tokens=8) for seed in range(5)))
         assert engine.stats().num_prefill_tokens - before == len(prompt)
         assert [bits(done[str(seed)]) for seed in range(5)] == [alone(seed, 8, prompt) for seed in range(5)]
         engine.scheduler.drop_kv()
@@ -245,13 +236,9 @@ def test_a_prompt_tail_is_copied_though_its_block_is_reassigned() -> None:
     """The newcomer copies the block first, and the next one does not read it before it is written."""
     engine = make(speculation="off", kv_cache_tokens=16 * 8, max_sequences=3)
     prompt = tokens(seed=3, count=48)  # two whole blocks, and 15 tokens behind them
-    engine.submit(request("stays", stays=True, max_tokens=13))
-    engine.submit(request("first", prompt, max_tokens=2))
-    drain(engine)
+    run(engine, request("stays", stays=True, max_tokens=13), request("first", prompt, max_tokens=2))
     assert (engine.stats().num_kept_blocks, engine.stats().num_free_blocks) == (3, 4)
-    for seed in (1, 2):
-        engine.submit(request(str(seed), prompt, seed=seed, max_tokens=12))
-    done = drain(engine)
+    done = run(engine, *(request(str(seed), prompt, seed=seed, max_tokens=12) for seed in (1, 2)))
     assert engine.stats().num_prefill_tokens == len(PROMPT) + len(prompt)
     assert [bits(done[str(seed)]) for seed in (1, 2)] == [alone(seed, 12, prompt) for seed in (1, 2)]
 
@@ -259,8 +246,6 @@ def test_a_prompt_tail_is_copied_though_its_block_is_reassigned() -> None:
 def test_on_a_device_whose_kernels_are_torch_tails_are_copied_by_index(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhfspec.kernels.kv_pack._kernel", lambda: None)
     engine = make()
-    for seed in range(3):
-        engine.submit(request(str(seed), seed=seed))
-    done = drain(engine)
+    done = run(engine, *(request(str(seed), seed=seed) for seed in range(3)))
     assert engine.stats().num_prefill_tokens == len(PROMPT)
     assert [bits(done[str(seed)]) for seed in range(3)] == [alone(seed) for seed in range(3)]

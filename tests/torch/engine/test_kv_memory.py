@@ -1,4 +1,3 @@
-import copy
 import sys
 
 import numpy as np
@@ -21,11 +20,10 @@ _on_the_cpu = pytest.mark.on_the_cpu("pages come and go with what is used in mai
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    model = large_kv_model(vocab_size=260)
     config = EngineConfig(
         dtype="bfloat16", max_sequences=4, max_context=1024, num_threads=1, speculation="suffix", profile=True
     )
-    return make_engine(copy.deepcopy(model), config)
+    return make_engine(large_kv_model(vocab_size=260), config)
 
 
 def resident(engine: Engine) -> int:

@@ -136,9 +136,7 @@ def block(folder: Path, **more: Any) -> job.Model:
 # Everything that may keep a model in bfloat16.
 LOADS: dict[str, Callable[[Path, pytest.MonkeyPatch], Any]] = {
     "trainer": lambda folder, _: load_policy(block(folder), max_context=LONG),
-    "trainer with a low-rank update": lambda folder, _: load_policy(
-        block(folder, lora=job.Lora(rank=2)), max_context=LONG
-    ),
+    "trainer with LoRA": lambda folder, _: load_policy(block(folder, lora=job.Lora(rank=2)), max_context=LONG),
     "reference": lambda folder, _: load_reference(block(folder), max_context=LONG),
     "critic": lambda folder, _: load_critic(block(folder), max_context=LONG),
     "saved critic": lambda folder, _: load_critic(block(folder, critic=saved_critic(folder)), max_context=LONG),
@@ -163,15 +161,12 @@ def test_a_saved_critic_is_proved_with_its_own_weights(folder: Path, monkeypatch
 
 @pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
-def test_rounded_buffers_are_refused_wherever_a_model_is_loaded(
-    load: Callable[[Path, pytest.MonkeyPatch], Any], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rounded_buffers_are_refused_at_every_load(load: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load(folder, monkeypatch)
     for place in (loading, runner):
         monkeypatch.setattr(place, "cast", with_buffers)
-    with pytest.raises(
-        UnsupportedModel, match=r"logits differ from Hugging Face's by .*(4087 positions|position 4095);"
-    ):
+    said = r"logits differ from Hugging Face's by .*(4087 positions|position 4095);"
+    with pytest.raises(UnsupportedModel, match=said):
         load(folder, monkeypatch)
 
 
@@ -335,10 +330,8 @@ def test_only_the_layer_that_runs_is_wide() -> None:
     model = random_model("llama", seed=0)
     cast(model, Precision(BF16))
     seen: list[list[torch.dtype]] = []
-    for layer in model.model.layers:
-        layer.mlp.register_forward_hook(
-            lambda *_: seen.append([each.mlp.up_proj.weight.dtype for each in model.model.layers])
-        )
+    for layer in (layers := model.model.layers):
+        layer.mlp.register_forward_hook(lambda *_: seen.append([each.mlp.up_proj.weight.dtype for each in layers]))
     with widened.one_layer_wide(model):
         model(torch.tensor([[1, 2, 3]]))
     assert seen == [[torch.float32, BF16], [BF16, torch.float32]]
@@ -379,9 +372,6 @@ def test_an_engine_of_stored_weights_equals_one_of_wide_weights(tmp_path: Path) 
         for load in (load_stored, load_model):
             engine = make_engine(load(tmp_path), config)
             [done] = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=12), seeds=[3])
-            found.append((done.token_ids, done.log_probs))
+            report = report_of(prepared(load(tmp_path), dtype=dtype, max_context=64))
+            found.append((done.token_ids, done.log_probs, report.difference, report.noise))
         assert found[0] == found[1]
-        ours, theirs = (
-            report_of(prepared(load(tmp_path), dtype=dtype, max_context=64)) for load in (load_stored, load_model)
-        )
-        assert (ours.difference, ours.noise) == (theirs.difference, theirs.noise)

@@ -375,10 +375,8 @@ BUGS = {
 
 
 def load(make: Callable[[], Any], dtype: str = "float32") -> Any:
-    config = EngineConfig(
-        speculation="off", profile=False, num_threads=1, max_sequences=2, max_context=128, dtype=dtype
-    )
-    return make_engine(make(), config)
+    usual = EngineConfig(speculation="off", profile=False, num_threads=1, max_sequences=2, max_context=128, dtype=dtype)
+    return make_engine(make(), usual)
 
 
 @pytest.mark.sweep(parts=3)
@@ -404,15 +402,11 @@ def test_the_judge_finds_planted_bugs_without_the_proof(bug: Bug, monkeypatch: p
     assert "the oracle" in verdict.detail
 
 
-def test_a_one_call_decoder_with_wrong_windows_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_decoder_of_wrong_windows_is_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     make = BUGS["window off by one"].make()
     assert load(make).reports["model"].path == "native"
     genuine = native.DecoderParts
-    monkeypatch.setattr(
-        native, "DecoderParts", lambda trunk, head, scale, windows, split: genuine(trunk, head, scale, [0] * 4, split)
-    )
+    monkeypatch.setattr(native, "DecoderParts", lambda a, b, c, _, d: genuine(a, b, c, [0] * 4, d))
     with caplog.at_level(logging.WARNING):
         assert load(make).reports["model"].path == "layers"
     assert "other bits than the layers" in caplog.text

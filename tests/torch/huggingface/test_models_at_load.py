@@ -139,9 +139,8 @@ def test_a_difference_is_refused_where_rounding_cannot_explain_it() -> None:
         return reference.check([ProbeResult(found, [])], 1e-5, whose="the engine's")
 
     assert check(7e-5) == pytest.approx(7e-5, rel=0.01)
-    with pytest.raises(
-        UnsupportedModel, match=r"by 9\.0e-05 of their size on 2 tokens; rounding moves them by 2\.0e-05"
-    ):
+    said = r"by 9\.0e-05 of their size on 2 tokens; rounding moves them by 2\.0e-05"
+    with pytest.raises(UnsupportedModel, match=said):
         check(9e-5)
     with pytest.raises(UnsupportedModel, match="by inf"):
         check(float("nan"))
@@ -180,9 +179,8 @@ def test_rope_that_depends_on_the_length_runs_within_its_original_length(kind: s
 
 
 def test_the_drafter_is_called_drafter() -> None:
-    model = random_model("llama", seed=0)
     with pytest.raises(UnsupportedModel, match=r"^drafter: "):
-        engine_of(model, draft=tiny_model(tiny_config("mamba")))
+        engine_of(random_model("llama", seed=0), draft=tiny_model(tiny_config("mamba")))
     config = tiny_config("llama", max_position_embeddings=32)
     with pytest.raises(InvalidRequest, match=r"^drafter: has fewer positions than max_context \(64\) \(got 32\)"):
         engine_of(random_model("llama", seed=0), draft=tiny_model(config))
@@ -207,8 +205,7 @@ def test_a_module_that_mixes_tokens_outside_of_attention_is_named() -> None:
 
 
 def test_logits_that_are_changed_behind_the_head_are_the_models_own() -> None:
-    config = tiny_config("cohere", logit_scale=0.3)
-    verdict = judge(lambda: tiny_model(config))
+    verdict = judge(lambda: tiny_model(tiny_config("cohere", logit_scale=0.3)))
     assert verdict.kind == "right", verdict
 
 
@@ -246,8 +243,7 @@ def test_a_sequence_of_another_model_of_the_same_shape_is_refused(other: str) ->
         if other == "norm weight":
             model.model.norm.weight[3] += 1e-3
         if other == "expert":
-            experts = model.model.layers[2].mlp.experts
-            experts.down_proj[4, 0, 0] += 1e-3
+            model.model.layers[2].mlp.experts.down_proj[4, 0, 0] += 1e-3
     source.submit(REQUEST)
     source.step()
     state = source.export_sequence("a")

@@ -171,6 +171,7 @@ FILES: dict[str, tuple[bytes, str, str]] = {
 # The data, what else the job says, and what is said of it. Through the tokenizer too.
 ROW = b'{"prompt": "1+1=", "answer": "2"}\n'
 CHAT = {"dataset.messagesColumn": "m"}
+MESSAGES = "spec.dataset.messagesColumn"
 DATA: dict[str, tuple[bytes, dict[str, Any], str, str]] = {
     "bad-line": (ROW + b'{"prompt": "1+1=",}\n', {}, "line 2: spec.dataset.path", "is not JSON"),
     "nothing": (b"", {}, "spec.dataset.path", "holds no rows"),
@@ -182,21 +183,13 @@ DATA: dict[str, tuple[bytes, dict[str, Any], str, str]] = {
     "null": (b'{"prompt": null}\n', {}, "line 1: spec.dataset.promptColumn", "must be text, not null"),
     "blank": (b'{"prompt": ""}\n', {}, "line 1: spec.dataset.promptColumn", "is empty; remove the row"),
     "half-a-pair": (b'{"prompt": "a\\ud83d"}\n', {}, "line 1: spec.dataset.promptColumn", "half of a character"),
-    "half-a-pair-said": (
-        b'{"m": [{"role": "user", "content": "\\udc00"}]}\n', CHAT, "line 1: spec.dataset.messagesColumn", "half of a"
-    ),
+    "half-pair-said": (b'{"m": [{"role": "user", "content": "\\udc00"}]}\n', CHAT, f"line 1: {MESSAGES}", "half of a"),
     "half-a-pair-in-a-name": (b'{"\\ud83d": 1}\n', {}, "line 1: spec.dataset.promptColumn", "this row has \\ud83d"),
-    "row-without-the-argument": (
-        ROW + b'{"prompt": "a"}\n', {}, "spec.rewards.sources[0].function", "line 2 of the data lacks it"
-    ),
-    "messages-text": (b'{"m": "hi"}\n', CHAT, "line 1: spec.dataset.messagesColumn", "must be a list"),
-    "messages-role": (b'{"m": [{"content": "hi"}]}\n', CHAT, "spec.dataset.messagesColumn", "role must be text"),
-    "messages-answered": (
-        b'{"m": [{"role": "assistant", "content": "hi"}]}\n', CHAT, "spec.dataset.messagesColumn", "one to answer"
-    ),
-    "no-template": (
-        b'{"m": [{"role": "user", "content": "hi"}]}\n', CHAT, "spec.dataset.messagesColumn", "no chat template"
-    ),
+    "row-without-argument": (ROW + b'{"prompt": "a"}\n', {}, f"spec.{SOURCE}.function", "line 2 of the data lacks it"),
+    "messages-text": (b'{"m": "hi"}\n', CHAT, f"line 1: {MESSAGES}", "must be a list"),
+    "messages-role": (b'{"m": [{"content": "hi"}]}\n', CHAT, MESSAGES, "role must be text"),
+    "messages-answered": (b'{"m": [{"role": "assistant", "content": "hi"}]}\n', CHAT, MESSAGES, "one to answer"),
+    "no-template": (b'{"m": [{"role": "user", "content": "hi"}]}\n', CHAT, MESSAGES, "no chat template"),
     "all-long": (ROW, {"dataset.maxPromptTokens": 4}, "spec.dataset.maxPromptTokens", "the shortest of 1 has 5"),
     "too-few": (ROW, {"dataset.epochs": 1}, "spec.training.promptsPerStep", "fewer than the first step needs"),
     "no-tokenizer": (ROW, {"model.tokenizer": "./config-only"}, "spec.model.tokenizer", "no tokenizer"),
@@ -254,8 +247,8 @@ def assert_refused(file: Path, field: str, fix: str, *options: str) -> None:
 
 
 def test_the_unspoiled_job_is_valid(folder: Path) -> None:
-    file = laptop(folder, {})
-    assert "3 of 5 to 5 tokens, 0 too long" in command(["validate", str(file), "--prompts"], 0).output
+    job = str(laptop(folder, {}))
+    assert "3 of 5 to 5 tokens, 0 too long" in command(["validate", job, "--prompts"], 0).output
 
 
 @pytest.mark.parametrize(("edits", "field", "fix"), FIELDS, ids=lambda value: value if isinstance(value, str) else "")
@@ -265,8 +258,7 @@ def test_a_malformed_field_is_refused_with_a_fix(folder: Path, edits: dict[str, 
 
 def test_a_reward_function_without_a_name_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    file = laptop(Path(), {f"{SOURCE}.function": ":"})
-    assert_refused(file, f"spec.{SOURCE}.function", "must be module:function")
+    assert_refused(laptop(Path(), {f"{SOURCE}.function": ":"}), f"spec.{SOURCE}.function", "must be module:function")
 
 
 @pytest.mark.parametrize(("content", "field", "fix"), FILES.values(), ids=list(FILES))
@@ -279,8 +271,7 @@ def test_a_malformed_job_file_is_refused(folder: Path, content: bytes, field: st
 @pytest.mark.parametrize(("content", "edits", "field", "fix"), DATA.values(), ids=list(DATA))
 def test_malformed_data_is_refused(folder: Path, content: bytes, edits: dict[str, Any], field: str, fix: str) -> None:
     (folder / "data.jsonl").write_bytes(content)
-    file = laptop(folder, {"dataset.path": "./data.jsonl"} | edits)
-    assert_refused(file, field, fix, "--prompts")
+    assert_refused(laptop(folder, {"dataset.path": "./data.jsonl"} | edits), field, fix, "--prompts")
 
 
 def test_a_malformed_parquet_file_is_refused(folder: Path) -> None:
@@ -320,8 +311,7 @@ def test_a_path_that_is_no_job_file_is_refused(folder: Path, name: str, fix: str
 def test_a_pipe_is_refused_as_job_and_as_data(folder: Path) -> None:
     os.mkfifo(folder / "pipe.jsonl")
     assert_refused(folder / "pipe.jsonl", "file", "must be a regular file")
-    file = laptop(folder, {"dataset.path": "./pipe.jsonl"})
-    assert_refused(file, "spec.dataset.path", "must be a regular file")
+    assert_refused(laptop(folder, {"dataset.path": "./pipe.jsonl"}), "spec.dataset.path", "must be a regular file")
     with pytest.raises(JobError, match=r"must be a regular file"):
         load_rows(Dataset(path=str(folder / "pipe.jsonl")))
 
@@ -375,9 +365,8 @@ WITH_SECRETS: list[tuple[dict[str, Any], list[str]]] = [
 
 @pytest.mark.parametrize(("edits", "overrides"), WITH_SECRETS)
 def test_no_refusal_repeats_a_secret(folder: Path, edits: dict[str, Any], overrides: list[str]) -> None:
-    file = laptop(folder, edits)
     sets = [word for override in overrides for word in ("--set", override)]
-    assert SECRET not in command(["validate", str(file), *sets], 2).output
+    assert SECRET not in command(["validate", str(laptop(folder, edits)), *sets], 2).output
 
 
 def test_every_problem_is_said_at_once(folder: Path) -> None:

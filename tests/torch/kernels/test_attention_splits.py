@@ -51,9 +51,7 @@ def every_isa(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 @needs_native
 @settings(max_examples=40)
 @given(forest=long_forests, shape=shapes, options=st.sampled_from(LONG_OPTIONS), seed=st.integers(0, 1000))
-def test_merged_splits_equal_the_softmax_over_all_keys(
-    forest: list[Sequence], shape: Shape, options: Options, seed: int
-) -> None:
+def test_merged_splits_equal_a_full_softmax(forest: list[Sequence], shape: Shape, options: Options, seed: int) -> None:
     case = make_case(forest, shape, data_seed=seed)
     exact = case.doubled()
     expected = exact.run(tree_attention_reference, split=UNSPLIT, **options)
@@ -130,11 +128,9 @@ def numbers(*shape: int, seed: int) -> torch.Tensor:
 
 def recorded_case(dtype: torch.dtype) -> Case:
     """Return a chunk at the end of SPLIT positions, with heads of 72."""
-    rows = 5
-    slots = np.arange(SPLIT, dtype=np.int32)
-    meta = AttentionMeta(
-        slots[-rows:], np.zeros(rows, np.int32), slots[-rows:] + np.int32(1), np.empty((rows, 0), np.int32), slots[None]
-    )
+    rows, slots = 5, np.arange(SPLIT, dtype=np.int32)
+    last = slots[-rows:]
+    meta = AttentionMeta(last, np.zeros(rows, np.int32), last + np.int32(1), np.empty((rows, 0), np.int32), slots[None])
     kv = numbers(SPLIT // 16, 1, 2, 16, 2, 72, seed=1).to(dtype)
     query, key, value = (numbers(rows, heads, 72, seed=seed) for heads, seed in ((6, 2), (2, 3), (2, 4)))
     return Case(query / 4, key, value, kv, meta)

@@ -86,12 +86,10 @@ def test_split_attention_gives_hugging_face_log_probs_but_other_bits(kind: str) 
     wanted = alone(kind, "float32")
     plain = copy.deepcopy(model_of(kind))
     plain.set_attn_implementation("eager")
-    for request in some_requests(1):
-        ours = wanted[request.id]
+    for one in some_requests(1):
+        ours = wanted[one.id]
         with torch.inference_mode():
-            theirs = oracle.decode(
-                plain, list(request.prompt_token_ids), request.params, request.seed, forced=list(ours.token_ids)
-            )
+            theirs = oracle.decode(plain, list(one.prompt_token_ids), one.params, one.seed, forced=list(ours.token_ids))
         np.testing.assert_allclose(ours.log_probs, theirs.log_probs, atol=2e-5, rtol=0)
     unsplit = one_by_one(engine_of(kind, attention_split=4096), some_requests(1))
     assert unsplit["r0"].log_probs == wanted["r0"].log_probs  # 24 tokens
@@ -194,11 +192,9 @@ def test_gradients_with_splits_are_those_of_one_softmax() -> None:
     batch, _ = packed(alone("llama", "float32"))
     weights, found = torch.linspace(-1, 1, len(batch.targets)), []
     for split in (SPLIT, 4096):
-        forward = ExactForward(
-            prepared(copy.deepcopy(model_of("llama"))), 0.8, max_context=CONTEXT, attention_split=split
-        )
-        (forward(batch).log_probs * weights).sum().backward()
-        found.append([parameter.grad for parameter in forward.model.parameters()])
+        run = ExactForward(prepared(copy.deepcopy(model_of("llama"))), 0.8, max_context=CONTEXT, attention_split=split)
+        (run(batch).log_probs * weights).sum().backward()
+        found.append([parameter.grad for parameter in run.model.parameters()])
     for ours, others in zip(*found, strict=True):
         assert (ours - others).abs().max() <= 1e-4 * others.abs().max()
 

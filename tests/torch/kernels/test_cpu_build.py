@@ -10,9 +10,7 @@ import torch
 from rlhfspec.kernels.cpu import build
 
 needs_library = pytest.mark.skipif(build.load() is None, reason=f"no kernel library: {build.unavailable_reason()}")
-needs_both_isas = pytest.mark.skipif(
-    build.load() is None or not build.supports("avx512"), reason="compares AVX2 with AVX-512; this CPU has not both"
-)
+needs_both_isas = pytest.mark.skipif(build.load() is None or not build.supports("avx512"), reason="needs AVX2, AVX-512")
 SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, -1e-45, 3.4e38]
 SPECIAL += [-3.4e38, 88.7, 88.8, -87.4, -103.9, -104.1, 1e-38, 1.0]
 

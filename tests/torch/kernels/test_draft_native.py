@@ -125,10 +125,7 @@ def assert_same(native: GrownTrees, twin: GrownTrees) -> None:
 
 
 plans = st.builds(
-    functools.partial(DraftPlan, drafter="model"),
-    depth=st.integers(1, 7),
-    width=st.integers(1, 4),
-    branch=st.integers(1, 4),
+    DraftPlan, drafter=st.just("model"), depth=st.integers(1, 7), width=st.integers(1, 4), branch=st.integers(1, 4)
 )
 
 

@@ -8,15 +8,6 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from rlhfspec.kernels import kv_pack
-from rlhfspec.kernels.kv_pack import (
-    copy_slots,
-    pack_into,
-    pack_slots,
-    pack_slots_reference,
-    unpack_from,
-    unpack_slots,
-    unpack_slots_reference,
-)
 
 WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float64: torch.int64}
 
@@ -49,15 +40,13 @@ def some_of(draw: st.DrawFn, count: int) -> torch.Tensor:
 
 @settings(max_examples=60)
 @given(data=st.data(), shape=kv_shapes, dtype=dtypes)
-def test_packed_slots_have_the_bits_of_the_cache(
-    data: st.DataObject, shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_packing_keeps_the_bits_of_the_cache(data: st.DataObject, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     num_slots = shape[0] * shape[3]
     slots = data.draw(some_of(num_slots))
     source, target = random_kv(shape, dtype, 1), random_kv(shape, dtype, 2)
-    packed = pack_slots(source, slots)
+    packed = kv_pack.pack_slots(source, slots)
     assert packed.is_contiguous()
-    assert torch.equal(bits(packed), bits(pack_slots_reference(source, slots)))
+    assert torch.equal(bits(packed), bits(kv_pack.pack_slots_reference(source, slots)))
     assert packed.shape == (len(slots), shape[1], 2, shape[4], shape[5])
     for i, slot in enumerate(slots.tolist()):
         assert torch.equal(bits(packed[i]), bits(source[slot // shape[3], :, :, slot % shape[3]]))
@@ -66,7 +55,7 @@ def test_packed_slots_have_the_bits_of_the_cache(
 
 def check_arrival(packed: torch.Tensor, target: torch.Tensor, places: list[int]) -> None:
     before, twin, block_size = bits(target).clone(), target.clone(), target.shape[3]
-    for unpack, kv in ((unpack_slots, target), (unpack_slots_reference, twin)):
+    for unpack, kv in ((kv_pack.unpack_slots, target), (kv_pack.unpack_slots_reference, twin)):
         unpack(packed, kv, torch.tensor(places, dtype=torch.int32))
     assert torch.equal(bits(target), bits(twin))
     for slot in range(target.shape[0] * block_size):
@@ -83,17 +72,17 @@ def test_packing_into_foreign_memory_keeps_the_bits(
     """The memory may begin anywhere, and a source may be read-only."""
     slots = data.draw(some_of(shape[0] * shape[3]))
     source, target = random_kv(shape, dtype, 1), random_kv(shape, dtype, 2)
-    reference, expected = pack_slots_reference(source, slots), target.clone()
+    reference, expected = kv_pack.pack_slots_reference(source, slots), target.clone()
     size = source.nbytes // (shape[0] * shape[3])
     memory = np.zeros(len(slots) * size + skew, np.uint8)
     with pytest.MonkeyPatch.context() as patch:
         if not data.draw(st.booleans()):  # a machine without a compiler
             patch.setattr(kv_pack, "_kernel", lambda: None)
-        pack_into(source, slots.numpy(), memory[skew:].reshape(len(slots), size))
+        kv_pack.pack_into(source, slots.numpy(), memory[skew:].reshape(len(slots), size))
         assert memory[skew:].tobytes() == reference.reshape(-1).view(torch.uint8).numpy().tobytes()
         memory.flags.writeable = False
-        unpack_from(memory[skew:].reshape(len(slots), size), target, slots.numpy())
-    unpack_slots_reference(reference, expected, slots)
+        kv_pack.unpack_from(memory[skew:].reshape(len(slots), size), target, slots.numpy())
+    kv_pack.unpack_slots_reference(reference, expected, slots)
     assert torch.equal(bits(target), bits(expected))
 
 
@@ -110,7 +99,7 @@ def test_packing_into_foreign_memory_keeps_the_bits(
 def test_memory_that_does_not_fit_is_refused_by_name(name: str, slots: list[int], packed: tuple[int, int]) -> None:
     kv = torch.zeros(4, 3, 2, 16, 1, 8, dtype=torch.float64)
     with pytest.raises(ValueError, match=f"^{name}: "):
-        unpack_from(np.zeros(packed, np.uint8), kv, np.array(slots, np.int32))
+        kv_pack.unpack_from(np.zeros(packed, np.uint8), kv, np.array(slots, np.int32))
     assert not kv.any()
 
 
@@ -121,16 +110,16 @@ def test_packing_waits_for_the_device_once_and_unpacking_never(second: Any) -> N
     slots, others = np.array([3, 90, 17, 40], np.int32), np.array([5, 6, 7, 8], np.int32)
     out = np.empty((4, 2 * 2 * 2 * 8 * 4), np.uint8)
     with second.counted() as reading:
-        pack_into(there, slots, out)
+        kv_pack.pack_into(there, slots, out)
     with second.counted() as writing:
-        unpack_from(out, there, others)
+        kv_pack.unpack_from(out, there, others)
     with second.counted() as copying:
-        copy_slots(there, slots, others[::-1].copy())
+        kv_pack.copy_slots(there, slots, others[::-1].copy())
     found = [(each.h2d, each.d2h, each.waits) for each in (reading, writing, copying)]
     assert found == [(1, 1, 1), (2, 0, 0), (2, 0, 0)]
-    packed = pack_slots_reference(kv, torch.from_numpy(slots))
+    packed = kv_pack.pack_slots_reference(kv, torch.from_numpy(slots))
     assert out.tobytes() == packed.numpy().tobytes()
-    assert torch.equal(pack_slots_reference(there.cpu(), torch.from_numpy(others)), packed.flip(0))
+    assert torch.equal(kv_pack.pack_slots_reference(there.cpu(), torch.from_numpy(others)), packed.flip(0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -145,9 +134,9 @@ def test_triton_copies_the_same_bits(shape: tuple[int, ...], dtype: torch.dtype)
     source, target = random_kv(shape, dtype, 1).to(device), random_kv(shape, dtype, 2).to(device)
 
     packed = kv_pack_triton.pack_slots(source, slots.to(device))
-    assert torch.equal(bits(packed.cpu()), bits(pack_slots(source.cpu(), slots)))
+    assert torch.equal(bits(packed.cpu()), bits(kv_pack.pack_slots(source.cpu(), slots)))
     expected = target.cpu()
-    unpack_slots(packed.cpu(), expected, slots)
+    kv_pack.unpack_slots(packed.cpu(), expected, slots)
     kv_pack_triton.unpack_slots(packed, target, slots.to(device))
     assert torch.equal(bits(target.cpu()), bits(expected))
 
@@ -165,10 +154,7 @@ def test_triton_copies_the_same_bits(shape: tuple[int, ...], dtype: torch.dtype)
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(name: str, changes: dict[str, Any]) -> None:
-    good = {
-        "packed": torch.zeros(2, 3, 2, 2, 8),
-        "kv": torch.zeros(4, 3, 2, 16, 2, 8),
-        "slots": torch.tensor([3, 0], dtype=torch.int32),
-    }
+    good = {"packed": torch.zeros(2, 3, 2, 2, 8), "kv": torch.zeros(4, 3, 2, 16, 2, 8)}
+    good["slots"] = torch.tensor([3, 0], dtype=torch.int32)
     with pytest.raises(ValueError, match=f"^{name}: "):
-        unpack_slots(**(good | changes))
+        kv_pack.unpack_slots(**(good | changes))

@@ -192,11 +192,8 @@ def test_sample_obeys_the_vectors(vectors: dict[str, Any]) -> None:
 
 def test_candidates_obey_the_vectors(vectors: dict[str, Any]) -> None:
     for case in vectors["candidates"]:
-        arguments = _vector_arguments(case)
-        for result in (
-            gumbel.candidates(**arguments, k=case["k"]),
-            gumbel.candidates_reference(**_tensors(arguments), k=case["k"]),
-        ):
+        given, k = _vector_arguments(case), case["k"]
+        for result in (gumbel.candidates(**given, k=k), gumbel.candidates_reference(**_tensors(given), k=k)):
             found = [token for token in result.tokens[0].tolist() if token >= 0]
             assert found == case["tokens"], case
             assert result.scores[0, : len(found)].tolist() == pytest.approx(case["scores"], abs=1e-6, rel=1e-6)

@@ -24,9 +24,7 @@ from rlhfspec.kernels.norm import FusedRMSNorm, fused_rms_norm, rms_norm_twin
 
 FP32, BF16 = torch.float32, torch.bfloat16
 needs_library = pytest.mark.skipif(build.load() is None, reason=f"no kernel library: {build.unavailable_reason()}")
-needs_both_isas = pytest.mark.skipif(
-    build.load() is None or not build.supports("avx512"), reason="compares AVX2 with AVX-512; this CPU has not both"
-)
+needs_both_isas = pytest.mark.skipif(build.load() is None or not build.supports("avx512"), reason="needs AVX2, AVX-512")
 ALL = [(dtype, arithmetic) for dtype in (FP32, BF16) for arithmetic in available_arithmetics(dtype)]
 NATIVE = [case for case in ALL if case[1] != "torch"]
 every_native = pytest.mark.parametrize(("dtype", "arithmetic"), NATIVE)

@@ -1,7 +1,6 @@
 """Tree attention: each kernel equals the slow twin, with a row's bits independent of the rest."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -69,10 +68,8 @@ CHAINS += product([0, 50, 63, 64, 127], [40], [{"split": 64, **options} for opti
 @needs_native
 @pytest.mark.parametrize(("committed", "num_rows", "options"), CHAINS)
 def test_chain_has_the_same_bits_as_tree_and_as_prefill(committed: int, num_rows: int, options: Options) -> None:
-    chunk = Sequence(committed, chain(num_rows), as_tree=False)
-    assert_same_bits(
-        make_case([chunk], Shape()).run(**options), make_case([replace(chunk, as_tree=True)], Shape()).run(**options)
-    )
+    chunk, tree = (Sequence(committed, chain(num_rows), as_tree=as_tree) for as_tree in (False, True))
+    assert_same_bits(make_case([chunk], Shape()).run(**options), make_case([tree], Shape()).run(**options))
 
 
 @needs_native
@@ -258,8 +255,6 @@ def test_triton_agrees_with_float64(shape: Shape, options: Options) -> None:
 
 def test_triton_row_has_the_same_bits_alone_as_tree_and_as_prefill() -> None:
     case = make_case([Sequence(63, chain(3), as_tree=False)], Shape())
-    together = case.run(triton_kernel)
-    assert_same_bits(torch.cat([case.row(i).run(triton_kernel) for i in range(3)]), together)
-    assert_same_bits(
-        make_case([Sequence(63, chain(3), as_tree=True)], Shape(), place_seed=3).run(triton_kernel), together
-    )
+    whole = case.run(triton_kernel)
+    assert_same_bits(torch.cat([case.row(i).run(triton_kernel) for i in range(3)]), whole)
+    assert_same_bits(make_case([Sequence(63, chain(3), as_tree=True)], Shape(), place_seed=3).run(triton_kernel), whole)

@@ -261,27 +261,23 @@ def test_rollouts_are_in_id_order_with_tokens_behind_each_other() -> None:
     assert rollouts.reference_log_probs is None
 
 
-ONE, TWO = sample_of(0, 0, [1, 2], [-1.0, -1.0]), sample_of(0, 1, [3], [-1.0])
-GOOD, SECOND = (score_of(sample, "reward", [1.0]) for sample in (ONE, TWO))
+ONE, TWO = BOTH = [sample_of(0, 0, [1, 2], [-1.0, -1.0]), sample_of(0, 1, [3], [-1.0])]
+GOOD, OTHER = (score_of(sample, "reward", [1.0]) for sample in (ONE, TWO))
 REFERENCE = score_of(ONE, "reference", [-1.0, -1.0])
 BROKEN: dict[str, Records] = {  # what is said of the second sample, and a step of which it is true
-    "has no reward score": ([ONE, TWO], [GOOD]),
-    "has two reward scores": ([ONE, TWO], [GOOD, SECOND, SECOND]),
-    "is there twice": ([ONE, TWO, TWO], [GOOD, SECOND]),
-    "has a reward score but is not in the step": ([ONE], [GOOD, SECOND]),
-    "has no reference score": ([ONE, TWO], [GOOD, SECOND, REFERENCE]),
-    "has a reference score of 0 values, not 1": ([ONE, TWO], [GOOD, SECOND, REFERENCE, score_of(TWO, "reference", [])]),
-    "could not be scored by reward (timeout)": ([ONE, TWO], [GOOD, replace(SECOND, error="timeout")]),
-    "has a reward score that is not finite": ([ONE, TWO], [GOOD, replace(SECOND, values=(math.nan,))]),
-    "has reward components ['style'], others have []": (
-        [ONE, TWO], [GOOD, replace(SECOND, components=(("style", 1.0),))]
-    ),
-    "was not generated (lost)": ([ONE, replace(TWO, finish_reason="error", error="lost")], [GOOD, SECOND]),
-    "has no response tokens": ([ONE, replace(TWO, token_ids=())], [GOOD, SECOND]),
-    "has 0 log_probs for 1 tokens": ([ONE, replace(TWO, log_probs=())], [GOOD, SECOND]),
-    "has tempered_log_probs that are not finite": (
-        [ONE, replace(TWO, tempered_log_probs=(-math.inf,))], [GOOD, SECOND]
-    ),
+    "has no reward score": (BOTH, [GOOD]),
+    "has two reward scores": (BOTH, [GOOD, OTHER, OTHER]),
+    "is there twice": ([ONE, TWO, TWO], [GOOD, OTHER]),
+    "has a reward score but is not in the step": ([ONE], [GOOD, OTHER]),
+    "has no reference score": (BOTH, [GOOD, OTHER, REFERENCE]),
+    "has a reference score of 0 values, not 1": (BOTH, [GOOD, OTHER, REFERENCE, score_of(TWO, "reference", [])]),
+    "could not be scored by reward (timeout)": (BOTH, [GOOD, replace(OTHER, error="timeout")]),
+    "has a reward score that is not finite": (BOTH, [GOOD, replace(OTHER, values=(math.nan,))]),
+    "has reward components ['style'], others have []": (BOTH, [GOOD, replace(OTHER, components=(("style", 1.0),))]),
+    "was not generated (lost)": ([ONE, replace(TWO, finish_reason="error", error="lost")], [GOOD, OTHER]),
+    "has no response tokens": ([ONE, replace(TWO, token_ids=())], [GOOD, OTHER]),
+    "has 0 log_probs for 1 tokens": ([ONE, replace(TWO, log_probs=())], [GOOD, OTHER]),
+    "has tempered_log_probs that are not finite": ([ONE, replace(TWO, tempered_log_probs=(-math.inf,))], [GOOD, OTHER]),
 }  # fmt: skip
 
 

@@ -99,9 +99,7 @@ def test_fused_training_has_the_bits_of_serial_training(epochs: int, mini_batche
         ("ppo", "auto", 3, ("policy", "critic")),
     ],
 )
-def test_share_of_gives_each_rank_the_models_it_trains(
-    name: str, fuse: str, num_ranks: int, models: tuple[str, ...]
-) -> None:
+def test_share_of_gives_each_rank_its_models(name: str, fuse: str, num_ranks: int, models: tuple[str, ...]) -> None:
     ranks = Ranks(rank=num_ranks - 1, num_ranks=num_ranks)
     assert share_of(spec(name, fuse=fuse), ranks) == (models, Ranks() if models == ("critic",) else ranks)
 

@@ -176,9 +176,7 @@ OURS: dict[str, Callable[..., Tensor]] = {
     "trl.rloo": lambda case, **_: leave_one_out_advantages(
         sample_sums(rewards_with_kl(case), lengths_of(case)), groups_of(case)[1]
     ),
-    "verl.overlong": lambda case, **parameters: overlong_penalties(
-        lengths_of(case), max_tokens=MAX_TOKENS, **parameters
-    ),
+    "verl.overlong": lambda case, **given: overlong_penalties(lengths_of(case), max_tokens=MAX_TOKENS, **given),
 }
 
 

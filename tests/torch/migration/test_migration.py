@@ -185,9 +185,7 @@ def frame(content: bytes, *, kind: int = QUESTION, length: int | None = None) ->
 @pytest.mark.parametrize(
     "sent", [frame(b"", length=MOST_FRAME_BYTES + 1), frame(b"x", kind=9), b"GET / HTTP/1.1\r\n\r\n"]
 )
-async def test_an_invalid_frame_is_refused_and_the_connection_closed(
-    sent: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_invalid_frames_are_refused_and_connections_closed(sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
     async with served(gone) as (peer, _):
         stranger = await connected(peer)
         stranger.writer.write(sent)
@@ -351,9 +349,7 @@ def check_bits(made: list[Generator], *, lost: tuple[str, ...] = ()) -> None:
     [(messages.Reserve, {"kept"}), (messages.Range, {"kept"}), (messages.HandOver, {"kv", "kept"}),
      (messages.Settled, {"kv"})],
 )  # fmt: skip
-async def test_a_move_survives_a_control_that_fails_at_any_message(
-    kind: type[messages.MoveMessage], when: str, how: set[str]
-) -> None:
+async def test_a_move_survives_any_failing_message(kind: type[messages.MoveMessage], when: str, how: set[str]) -> None:
     control = Struck(kind, when)
     async with generators(control=control, **LONG) as made:
         moved = await one_move(made)
@@ -463,9 +459,7 @@ KINDS = [messages.Reserve, messages.Range, messages.HandOver]
 @pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("strike", [preempted, other_weights_there, other_weights_here, cancelled, other_process])
-async def test_events_at_one_end_during_a_move_leave_every_sequence_right(
-    strike: Strike, kind: type[messages.MoveMessage]
-) -> None:
+async def test_events_at_one_end_leave_every_sequence_right(strike: Strike, kind: type[messages.MoveMessage]) -> None:
     control = Struck(kind, "")
     async with generators(control=control, **LONG) as made:
         control.before = lambda: strike(made)

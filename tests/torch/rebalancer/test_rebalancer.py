@@ -25,16 +25,8 @@ from rlhfspec.messages.loop import workers_of
 from rlhfspec.messages.records import Move, Plan
 from rlhfspec.messages.transport.clock import FakeClock
 from rlhfspec.messages.transport.memory import MemoryTransport
-from rlhfspec.moves.rebalancing.elastic import (
-    COOLDOWN_SECONDS,
-    FEWER_SHARE,
-    LONG_STAGE_SECONDS,
-    MORE_SHARE,
-    Elastic,
-    StageOutlook,
-    Wanted,
-    worth,
-)
+from rlhfspec.moves.rebalancing import elastic as advised
+from rlhfspec.moves.rebalancing.elastic import Elastic, StageOutlook, Wanted, worth
 from rlhfspec.moves.rebalancing.fleet import Fleet
 from rlhfspec.rebalancer.knowledge import MOVE_SECONDS, QUIET_SECONDS, FleetKnowledge, StageWork
 from rlhfspec.rebalancer.service import RebalancerService, elastic_of, work_of
@@ -241,15 +233,12 @@ def test_damaged_lines_of_moves_are_left_out_and_a_full_disk_stops_nothing(tmp_p
 
 
 def test_a_generator_says_what_a_plan_needs() -> None:
-
     now = [0.0]
-    engine: Any = FakeEngine(random.Random(0))
-    meter = LoadMeter(
-        JOB, "generator-1", engine, worker=1, incarnation="b", sequences=engine.sequences, now=lambda: now[0]
-    )
+    fake: Any = FakeEngine(random.Random(0))
+    meter = LoadMeter(JOB, "generator-1", fake, worker=1, incarnation="b", sequences=fake.sequences, now=lambda: now[0])
     assert meter.idle() is None  # it has just begun
     for number in range(3):
-        engine.submit(Request(id=f"{number}", prompt_token_ids=(1, 2), params=SamplingParams(), seed=0))
+        fake.submit(Request(id=f"{number}", prompt_token_ids=(1, 2), params=SamplingParams(), seed=0))
     for rows in (*range(1, 33),) * 8:
         passes = 1 + rows % 3
         total = passes * rows
@@ -269,8 +258,8 @@ def test_a_generator_says_what_a_plan_needs() -> None:
     assert load.step_seconds == pytest.approx(8.8e-3, rel=0.05)  # a token's share of a step with drafts
     assert load.sequence_seconds == pytest.approx(0.37e-3, rel=0.05)
     assert load.prefill_seconds == pytest.approx(5e-4, rel=0.05)
-    while engine.has_work:
-        engine.step()
+    while fake.has_work:
+        fake.step()
     assert meter.idle() is None
     now[0] = 2.0
     idle = meter.idle()
@@ -297,7 +286,7 @@ class Trial:
         self.number, self.now, self.stage = begins_with, 0.0, 0
         self.history: list[int] = []
 
-    def go_through(self, outlook: StageOutlook, *, seconds: float = COOLDOWN_SECONDS) -> Wanted | None:
+    def go_through(self, outlook: StageOutlook, *, seconds: float = advised.COOLDOWN_SECONDS) -> Wanted | None:
         self.stage += 1
         half = replace(outlook, tokens=outlook.tokens / 9, longest=outlook.longest / 2)
         wanted = None
@@ -320,10 +309,10 @@ def test_equal_work_never_asks_for_more_and_for_fewer_generators(outlook: StageO
     better = worth(outlook, number, least=LEAST, most=MOST)
     assert worth(outlook, better, least=LEAST, most=MOST) <= better, "the rest of what pays is asked for at once"
     if better > number:
-        assert outlook.seconds(better) <= (1 - MORE_SHARE) * outlook.seconds(better - 1)
+        assert outlook.seconds(better) <= (1 - advised.MORE_SHARE) * outlook.seconds(better - 1)
         assert worth(outlook, better, least=LEAST, most=MOST) == better
     if better < number:
-        assert outlook.seconds(better) < (1 + FEWER_SHARE) * outlook.seconds(number)
+        assert outlook.seconds(better) < (1 + advised.FEWER_SHARE) * outlook.seconds(number)
 
 
 @given(outlooks, st.integers(1, 16))
@@ -391,12 +380,12 @@ def test_a_reversed_reduction_is_repeated_ever_later() -> None:
 def test_a_long_stage_asks_for_more_generators_before_it_ends() -> None:
     elastic, long = Elastic(least=1, most=4), usual(400_000.0)
     assert elastic.learn(1, long, 0.0, num_generators=1) is None
-    assert elastic.learn(1, long, LONG_STAGE_SECONDS - 1, num_generators=1) is None
-    assert elastic.learn(1, long, LONG_STAGE_SECONDS, num_generators=1) == Wanted(
+    assert elastic.learn(1, long, advised.LONG_STAGE_SECONDS - 1, num_generators=1) is None
+    assert elastic.learn(1, long, advised.LONG_STAGE_SECONDS, num_generators=1) == Wanted(
         4, "a stage takes 650.0 s with 1 and 162.5 s with 4"
     )
     for second in range(1000):
-        assert elastic.learn(1, usual(10.0), LONG_STAGE_SECONDS + second, num_generators=4).number == 4
+        assert elastic.learn(1, usual(10.0), advised.LONG_STAGE_SECONDS + second, num_generators=4).number == 4
 
 
 @pytest.mark.parametrize("curve", ["plain", "t0=32c", "t0=2.5c", "memory-bound"])
@@ -418,9 +407,9 @@ def test_simulated_stages_settle_where_one_more_generator_saves_little(curve: st
     numbers = range(max(settled - 1, 1), min(settled + 1, 8) + 1)
     mean = {number: float(np.mean([stage(number, seed)[1] for seed in range(100, 106)])) for number in numbers}
     if settled < 8:
-        assert mean[settled + 1] >= (1 - MORE_SHARE - 0.1) * mean[settled], (settled, mean)
+        assert mean[settled + 1] >= (1 - advised.MORE_SHARE - 0.1) * mean[settled], (settled, mean)
     if settled > 1:
-        assert mean[settled - 1] >= (1 + FEWER_SHARE) * mean[settled] - 0.1 * mean[settled], (settled, mean)
+        assert mean[settled - 1] >= (1 + advised.FEWER_SHARE) * mean[settled] - 0.1 * mean[settled], (settled, mean)
 
 
 def elastic_job(**generator: object) -> RLHFJob:
@@ -462,8 +451,7 @@ def test_a_rebalancer_asks_for_more_generators_of_a_job_that_lets_it(tmp_path: P
     for step in range(1, 5):
         for _ in range(4):
             now += 0.5
-            knowledge.loaded(
-                a_load(0, range(32), step=step, sample_ids=tuple(f"sums/{step}/{n}/0" for n in range(32))), now
-            )
+            names = tuple(f"sums/{step}/{n}/0" for n in range(32))
+            knowledge.loaded(a_load(0, range(32), step=step, sample_ids=names), now)
             knowledge.advise(now)
     assert knowledge.wanted.number > 1

@@ -22,9 +22,8 @@ from rlhfspec.runs.folder.trackers import Trackers, check_packages, scalars
 def a_job(**observability: Any) -> RLHFJob:
     content = as_content(example_job(steps=9))
     content["spec"]["observability"] |= observability
-    content["spec"]["rewards"]["sources"] = [
-        {"type": "http", "url": "https://rewards.example", "headers": {"Authorization": "Bearer 0123-abc"}}
-    ]
+    source = {"type": "http", "url": "https://rewards.example", "headers": {"Authorization": "Bearer 0123-abc"}}
+    content["spec"]["rewards"]["sources"] = [source]
     return RLHFJob.model_validate(content)
 
 
@@ -153,8 +152,6 @@ def test_wandb_gets_the_numbers_and_no_secrets(tmp_path: Path, monkeypatch: pyte
 def test_wandb_that_refuses_is_a_named_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", _Wandb(refuses=True))
     job = a_job(wandb={"project": "sums"})
-    with (
-        a_folder(tmp_path, job) as folder,
-        pytest.raises(InvalidRequest, match=r"observability\.wandb: .*api_key not configured.*wandb login"),
-    ):
+    said = r"observability\.wandb: .*api_key not configured.*wandb login"
+    with a_folder(tmp_path, job) as folder, pytest.raises(InvalidRequest, match=said):
         Trackers(job, folder)

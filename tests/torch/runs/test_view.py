@@ -44,16 +44,14 @@ def test_the_live_view_shows_all_numbers_of_the_run() -> None:
 
 def test_the_picture_of_a_run_with_processes_names_each_and_whom_it_waits_for() -> None:
     view = a_full_view(console := terminal(width=110, height=40))
-    view.progress.take_workers(
-        [
-            process("generator", 0, "restarting", "killed by SIGKILL", pid=None, num_restarts=2),
-            process(
-                "generator", 1, "working", "12 samples", by_hand=True, pid=41001, load=load("generator-1", speed=900.0)
-            ),
-            process("reward", 0, "waiting", "finished samples", waits_for=("generator 1", "generator 2")),
-            process("reward", 1, "held", "stopped from outside"),
-        ]
-    )
+    fast = load("generator-1", speed=900.0)
+    told = [
+        process("generator", 0, "restarting", "killed by SIGKILL", pid=None, num_restarts=2),
+        process("generator", 1, "working", "12 samples", by_hand=True, pid=41001, load=fast),
+        process("reward", 0, "waiting", "finished samples", waits_for=("generator 1", "generator 2")),
+        process("reward", 1, "held", "stopped from outside"),
+    ]
+    view.progress.take_workers(told)
     text = "\n".join(picture(view, console))
     for said in (
         "generator 0", "restarted 2x  restarting  killed by SIGKILL", "generator 1+", "41001",
@@ -64,9 +62,8 @@ def test_the_picture_of_a_run_with_processes_names_each_and_whom_it_waits_for() 
 
 def test_of_many_processes_those_that_have_something_to_tell_are_shown() -> None:
     view = a_full_view(console := terminal())
-    view.progress.take_workers(
-        [process("generator", n, "held" if n == 37 else "waiting", "prompts") for n in range(40)]
-    )
+    doing = ["held" if n == 37 else "waiting" for n in range(40)]
+    view.progress.take_workers([process("generator", n, each, "prompts") for n, each in enumerate(doing)])
     lines = picture(view, console)
     assert len(lines) <= 24
     assert any("generator 37" in line for line in lines)

@@ -23,9 +23,7 @@ from rlhfspec.training.scoring.kept_prompts import LEAST_TOKENS, KeptPrompts
 from rlhfspec.training.scoring.log_probs import LogProbScorer, SequenceRows
 from rlhfspec.training.scoring.values import ValueScorer
 
-needs_kernels = pytest.mark.skipif(
-    build.load() is None, reason=f"bits are promised by the CPU kernels: {build.unavailable_reason()}"
-)
+needs_kernels = pytest.mark.skipif(build.load() is None, reason=f"needs the CPU kernels: {build.unavailable_reason()}")
 CONTEXT = 160
 POISON = 91  # a token whose embedding is no number
 _DRAW = np.random.default_rng(0)
@@ -176,12 +174,10 @@ def test_a_forward_that_fails_leaves_nothing_behind() -> None:
         scorer._rows._kept.clear()
         calls = iter(range(9))
 
-        def failing(
-            *arguments: Any, calls: Iterator[int] = calls, fails_at: int = fails_at, **options: Any
-        ) -> torch.Tensor:
+        def failing(*args: Any, calls: Iterator[int] = calls, fails_at: int = fails_at, **options: Any) -> torch.Tensor:
             if next(calls) == fails_at:
                 raise RuntimeError("no memory")
-            return forward(*arguments, **options)
+            return forward(*args, **options)
 
         scorer._rows.runner.forward = failing  # type: ignore[method-assign]
         with pytest.raises(RuntimeError, match="no memory"):

@@ -23,9 +23,7 @@ from rlhfspec.training.modeling.packed import pack_sequences
 from rlhfspec.training.scoring.log_probs import LogProbScorer, log_probs_reference
 from rlhfspec.training.scoring.values import ValueScorer
 
-needs_kernels = pytest.mark.skipif(
-    build.load() is None, reason=f"bits are promised by the CPU kernels: {build.unavailable_reason()}"
-)
+needs_kernels = pytest.mark.skipif(build.load() is None, reason=f"needs the CPU kernels: {build.unavailable_reason()}")
 _DRAW = np.random.default_rng(0)
 SAMPLES = [
     (_DRAW.integers(3, 90, prompt).tolist(), _DRAW.integers(3, 90, response).tolist())

@@ -160,9 +160,7 @@ async def test_damaged_learnt_weights_are_refused_in_one_line(
     assert "\n" not in record.getMessage()
 
 
-async def test_learnt_weights_that_cannot_be_fetched_or_put_end_no_generator(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_failed_fetch_or_put_ends_no_generator(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with placed(tmp_path) as place:
         other = place.start(1, Learner())
         await until(lambda: len(place.stages.vitals.snapshot()) > 0, "it is there")
@@ -180,9 +178,7 @@ async def test_learnt_weights_that_cannot_be_fetched_or_put_end_no_generator(
 
 
 @pytest.mark.parametrize("at", ["put", "write", "publish"])
-async def test_a_kill_while_publishing_loses_only_the_last_learnt_weights(
-    tmp_path: Path, at: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_kill_loses_only_the_last_weights(tmp_path: Path, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     write_learnt(tmp_path / LEARNT, 300, {"w": torch.tensor([300.0])}, by="generator-0")
 
     async with placed(tmp_path) as place:

@@ -90,11 +90,8 @@ def test_whole_groups_are_pulled_where_samples_move(
     workers: Any, mode: str, samples_per_prompt: int, given: int | None, prefetch: int, pulled: int
 ) -> None:
     count = {"replicas": workers} if isinstance(workers, dict) else {"workers": workers}
-    job = a_job(
-        algorithm={"name": "grpo", "samplesPerPrompt": samples_per_prompt},
-        rebalance={"mode": mode},
-        roles={"generator": {"prefetch": given, **count}},
-    )
+    algorithm = {"name": "grpo", "samplesPerPrompt": samples_per_prompt}
+    job = a_job(algorithm=algorithm, rebalance={"mode": mode}, roles={"generator": {"prefetch": given, **count}})
     assert (job.spec.prefetch, job.spec.pulled_at_a_time) == (prefetch, pulled)
     assert ("rebalancer" in workers_of(job)) == job.spec.moves_samples
 
@@ -177,9 +174,7 @@ def _critic_of(stages: Stages, absent: Any) -> Any:
 
 @pytest.mark.parametrize(("role", "make"), [("policy", _generator_of), ("critic", _critic_of)])
 @pytest.mark.parametrize("comes", [True, False])
-async def test_weights_that_are_not_there_yet_are_requested_again(
-    role: Any, make: Callable[..., Any], comes: bool
-) -> None:
+async def test_weights_not_there_yet_are_requested_again(role: Any, make: Callable[..., Any], comes: bool) -> None:
     clock = FakeClock()
     stages = await Stages.open(a_job(), clock, prompts=1, generator=1, critic=1, trainer=1)
     absent = AbsentWeights(stages.weights)

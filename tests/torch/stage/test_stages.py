@@ -101,9 +101,8 @@ class NoValues:
 
 def _critic(stages: Stages) -> Service:
     scorer: Any = NoValues()
-    return CriticService(
-        0, stages.vitals, stages.bus.of("critic"), job=stages.job, scorer=scorer, weights=stages.weights
-    )
+    bus = stages.bus.of("critic")
+    return CriticService(0, stages.vitals, bus, job=stages.job, scorer=scorer, weights=stages.weights)
 
 
 STAGES: dict[str, Callable[[Stages], Service]] = {"prompts": Stages.prompts, "generator": Stages.generator}
@@ -240,9 +239,8 @@ def test_steps_are_trained_in_order_whatever_arrives_when(seed: int, staleness: 
             await stages.publish(stage, record)
         await asyncio.wait_for(service.run(), 60.0)
         service.close()
-        assert [rollouts.ids for rollouts in stages.learner.learnt] == [
-            tuple(sample.id for sample in samples_of(step)) for step in (1, 2, 3)
-        ]
+        wanted = [tuple(sample.id for sample in samples_of(step)) for step in (1, 2, 3)]
+        assert [rollouts.ids for rollouts in stages.learner.learnt] == wanted
         assert all(rollouts.rewards.tolist() == [0.0, 1.0, 1.0, 2.0] for rollouts in stages.learner.learnt)
         assert [trained.step for trained in stages.recorder.trained] == [1, 2, 3]
         assert stages.recorder.checkpoints == [3]
@@ -292,16 +290,12 @@ async def test_what_a_step_was_trained_on_is_acknowledged_once_a_checkpoint_cove
     seed=st.integers(0, 99),
     max_demands=st.integers(0, 3),
 )
-def test_the_choice_of_groups_depends_on_the_rewards_alone(
-    rewards: list[float | None], seed: int, max_demands: int
-) -> None:
+def test_rewards_alone_decide_the_choice_of_groups(rewards: list[float | None], seed: int, max_demands: int) -> None:
     """Demands are answered with the next prompts; None is a failed reward, which is dropped."""
 
     def chosen(order: random.Random | None) -> Any:
-        shape = StepShape(
-            job="sums", step=1, num_prompts=2, samples_per_prompt=2, stages=("reward",), max_demands=max_demands
-        )
-        collector, asked, demands = Collector(shape), range(2), []
+        size = {"num_prompts": 2, "samples_per_prompt": 2, "max_demands": max_demands}
+        collector, asked, demands = Collector(StepShape(job="sums", step=1, stages=("reward",), **size)), range(2), []
         while True:
             records = [example_sample(prompt, replica) for prompt in asked for replica in range(2)]
             scores = [_score(s, rewards[s.prompt * 2 + s.replica]) for s in records]

@@ -16,17 +16,7 @@ from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import Dataset
 from rlhfspec.job.choices.algorithms import ALGORITHMS
 from rlhfspec.job.file import read_job
-from rlhfspec.tiny import (
-    MODEL_KINDS,
-    check,
-    models as tiny_models,
-    paths,
-    perturbed,
-    random_model,
-    resolve,
-    sums,
-    widened,
-)
+from rlhfspec.tiny import MODEL_KINDS, check, models, paths, perturbed, random_model, resolve, sums, widened
 from rlhfspec.tiny.corpus import documents, prompts, token_stream
 from rlhfspec.tiny.recipe import DRAFT, RECIPES, SUMS, SUMS_DRAFT, TARGET_RECIPE, WIDE, Recipe
 from rlhfspec.tiny.tokenizer import BOS, EOS, PAD, VOCAB_SIZE, decode, encode, hugging_face_tokenizer
@@ -87,7 +77,7 @@ def test_training_learns_and_leaves_bfloat16_weights() -> None:
 
 def test_models_are_made_once_and_open_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLHFSPEC_CACHE", str(tmp_path))
-    folder = tiny_models.ensure_recipe(SMALL, report=lambda _: None)
+    folder = models.ensure_recipe(SMALL, report=lambda _: None)
     assert folder == tmp_path / "models" / SMALL.folder_name
     assert sorted(path.name for path in folder.parent.iterdir()) == [folder.name, f"{folder.name}.lock"]
     assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size == VOCAB_SIZE
@@ -96,10 +86,10 @@ def test_models_are_made_once_and_open_anywhere(tmp_path: Path, monkeypatch: pyt
     def fail(*_: object) -> None:
         raise AssertionError("made again")
 
-    monkeypatch.setattr(tiny_models, "_make", fail)
-    assert tiny_models.ensure_recipe(SMALL) == folder
+    monkeypatch.setattr(models, "_make", fail)
+    assert models.ensure_recipe(SMALL) == folder
     with pytest.raises(AssertionError, match="made again"):
-        tiny_models.ensure_recipe(replace(SMALL, num_steps=61))
+        models.ensure_recipe(replace(SMALL, num_steps=61))
 
 
 DIGESTS = {
@@ -109,16 +99,12 @@ DIGESTS = {
 
 
 @pytest.mark.parametrize("name", DIGESTS)
-def test_models_of_the_first_job_have_the_same_bits_on_every_machine(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_job_models_are_the_same_everywhere(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def trained(*_: object) -> LlamaForCausalLM:
-        raise AssertionError(
-            "trained on this machine: run python -m rlhfspec.tiny.shipped after a change of the recipe"
-        )
+        raise AssertionError("trained here: run python -m rlhfspec.tiny.shipped after a change of the recipe")
 
     monkeypatch.setenv("RLHFSPEC_CACHE", str(tmp_path))
-    monkeypatch.setattr(tiny_models, "train", trained)
+    monkeypatch.setattr(models, "train", trained)
     model = AutoModelForCausalLM.from_pretrained(resolve(f"tiny:{name}", lambda _: None), dtype=torch.bfloat16)
     digest = hashlib.sha256()
     for key, tensor in sorted(model.state_dict().items()):
@@ -131,9 +117,9 @@ def test_a_failed_training_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.
         raise KeyboardInterrupt
 
     monkeypatch.setenv("RLHFSPEC_CACHE", str(tmp_path))
-    monkeypatch.setattr(tiny_models, "train", interrupted)
+    monkeypatch.setattr(models, "train", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        tiny_models.ensure_recipe(SMALL)
+        models.ensure_recipe(SMALL)
     assert [path.suffix for path in (tmp_path / "models").iterdir()] == [".lock"]
 
 

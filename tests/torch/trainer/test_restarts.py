@@ -106,12 +106,9 @@ async def test_a_trainer_that_starts_after_the_last_step_acknowledges_what_is_le
     staleness=st.integers(0, 1),
     seed=st.integers(0, 99),
 )
-def test_a_trainer_that_dies_alone_trains_the_same_steps_again_to_the_same_bits(
-    deaths: list[int], every: int, staleness: int, seed: int
-) -> None:
-    job = a_job(
-        training={"steps": NUM_STEPS, "promptsPerStep": 2, "maxStaleness": staleness}, checkpoint={"everySteps": every}
-    )
+def test_a_trainer_that_dies_trains_to_the_same_bits(deaths: list[int], every: int, staleness: int, seed: int) -> None:
+    training = {"steps": NUM_STEPS, "promptsPerStep": 2, "maxStaleness": staleness}
+    job = a_job(training=training, checkpoint={"everySteps": every})
     recorder = asyncio.run(_trained(job, deaths))
     assert sorted(recorder.chains) == list(range(1, NUM_STEPS + 1))
     for step, chains in recorder.chains.items():
@@ -173,9 +170,7 @@ def report_of(step: int, rollouts: Rollouts, *differences: float) -> LearnReport
 
 
 @pytest.mark.parametrize(("precision", "allowed", "spec"), CASES)
-def test_the_least_precise_part_decides_the_allowed_log_prob_difference(
-    precision: str, allowed: float, spec: dict[str, Any]
-) -> None:
+def test_the_least_precise_part_decides_the_tolerance(precision: str, allowed: float, spec: dict[str, Any]) -> None:
     job, rollouts = a_job(**spec), rollouts_of(2, (1, 1))
     assert precision_of(job.spec) == precision
     agreement = Agreement(job.spec)

@@ -19,23 +19,12 @@ from weight_groups import eventually, group_of, record_of, weights
 from weight_nodes import FromTheTrainer, cluster
 
 from rlhfspec.errors import StorageError, WeightsVersionError
-from rlhfspec.messages.servers.credentials.certificates import (
-    channel_credentials,
-    create_credentials,
-    server_credentials,
-)
+from rlhfspec.messages.servers.credentials import certificates
 from rlhfspec.testing.weight_store import WeightStoreContract, state
 from rlhfspec.training.modeling import digest as digest_module
 from rlhfspec.training.modeling.digest import checksum, digest, hash_of
 from rlhfspec.training.modeling.tensor_files import read_noted, write_tensors
-from rlhfspec.training.weights import (
-    FileWeightStore,
-    MemoryWeightStore,
-    WeightStore,
-    file as file_module,
-    newest_kept,
-    packed as packed_module,
-)
+from rlhfspec.training.weights import FileWeightStore, MemoryWeightStore, WeightStore, file, newest_kept, packed
 from rlhfspec.training.weights.file import HASHES
 from rlhfspec.training.weights.group import channel, messages, receiver, sender, shares
 from rlhfspec.training.weights.group.channel import TwoBuffers
@@ -170,6 +159,9 @@ def test_a_file_left_by_a_killed_writer_is_removed_with_the_next_version(tmp_pat
     assert others.exists(), "of another job"
 
 
+Make = Callable[[Path], WeightStore]
+
+
 def slow_digest(tensors: dict[str, torch.Tensor]) -> str:
     """Return the digest by definition: names, types, shapes and the hash of each tensor's bytes, in order."""
     total = hashlib.sha256()
@@ -181,9 +173,7 @@ def slow_digest(tensors: dict[str, torch.Tensor]) -> str:
 
 
 @pytest.mark.parametrize("make", [lambda folder: FileWeightStore(folder, keep=2), lambda _: GrpcWeightStore(keep=2)])
-def test_a_put_hashes_in_threads_what_one_thread_would(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], WeightStore]
-) -> None:
+def test_a_put_hashes_in_threads_as_one_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
     """No tensor is hashed twice, whether tied or copied."""
     hashed: list[tuple[str, int]] = []
 
@@ -192,7 +182,7 @@ def test_a_put_hashes_in_threads_what_one_thread_would(
             hashed.append((threading.current_thread().name, len(data)))
         return hash_of(new, data)
 
-    for module in (file_module, packed_module):
+    for module in (file, packed):
         monkeypatch.setattr(module, "hash_of", heard)
     assert make(tmp_path).put("sums", "policy", 1, state(1)).digest == digest(state(1)) == slow_digest(state(1))
     assert all(name.startswith("hashing") for name, _ in hashed)
@@ -200,9 +190,7 @@ def test_a_put_hashes_in_threads_what_one_thread_would(
 
 
 @pytest.mark.parametrize("make", [lambda folder: FileWeightStore(folder, keep=2), lambda _: GrpcWeightStore(keep=2)])
-def test_weights_on_a_device_are_copied_to_the_host_once(
-    tmp_path: Path, second: ModuleType, make: Callable[[Path], WeightStore]
-) -> None:
+def test_weights_on_a_device_are_copied_to_the_host_once(tmp_path: Path, second: ModuleType, make: Make) -> None:
     weights = {name: tensor.to("second:0") for name, tensor in state(1).items() if name != "head"}
     store = make(tmp_path)
     with second.counted() as seen:
@@ -439,20 +427,20 @@ def test_a_generator_for_which_the_store_is_faster_leaves_the_group() -> None:
 
 
 def test_only_generators_of_the_run_may_take_part(tmp_path: Path) -> None:
-    create_credentials(tmp_path, ("trainer", "critic", "generator"))
+    certificates.create_credentials(tmp_path, ("trainer", "critic", "generator"))
     server = grpc.server(ThreadPoolExecutor(4))
-    address = f"127.0.0.1:{server.add_secure_port('127.0.0.1:0', server_credentials(tmp_path, 'trainer'))}"
+    address = f"127.0.0.1:{server.add_secure_port('127.0.0.1:0', certificates.server_credentials(tmp_path, 'trainer'))}"
     trainer = GroupSender("sums", host="127.0.0.1", askers=("generator",))
     trainer.add_to(server)
     server.start()
-    with grpc.secure_channel(address, channel_credentials(tmp_path, "critic")) as channel:
+    with grpc.secure_channel(address, certificates.channel_credentials(tmp_path, "critic")) as channel:
         ask = messages.GroupAsk(member="127.0.0.1:1", wish=messages.Wish(wants=True)).model_dump_json().encode()
         with pytest.raises(grpc.RpcError, match="critic may not join the group"):
             channel.unary_unary(f"/{messages.GROUP_SERVICE}/{messages.GROUP_METHOD}")(ask, timeout=5.0)
     assert not trainer.members
     node = GroupReceiver(
         messages.Wish(wants=True), Ways("group"), address="127.0.0.1:2", trainer_address=lambda: address,
-        credentials=channel_credentials(tmp_path, "generator"),
+        credentials=certificates.channel_credentials(tmp_path, "generator"),
     )  # fmt: skip
     eventually(lambda: trainer.members == {"127.0.0.1:2"})
     node.close()

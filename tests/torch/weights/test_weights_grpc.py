@@ -237,20 +237,17 @@ def test_a_version_that_a_restarted_trainer_lacks_comes_from_a_peer(nodes: Clust
 
 
 @pytest.mark.parametrize(
-    ("trainer_address", "reason"),
+    ("address", "reason"),
     [
         (lambda: None, "could not be fetched: no trainer is known .wanted 2, have 0."),
         (lambda: "127.0.0.1:1", "could not be fetched: 127.0.0.1:1: unavailable: .* .wanted 2, have 0."),
         (None, "could not be fetched: 127.0.0.1:[0-9]+: missing .wanted 2, have 1."),
     ],
 )
-def test_a_version_that_does_not_arrive_in_time_is_refused(
-    nodes: Cluster, trainer_address: Callable[[], str | None] | None, reason: str
-) -> None:
+def test_a_late_version_is_refused(nodes: Cluster, address: Callable[[], str | None] | None, reason: str) -> None:
     nodes.trainer.store.put("sums", "policy", 1, state(1))
     record = weights_record("sums", "policy", 2, uri="grpc:policy/2", digest="ab")
-    trainer_address = trainer_address or (lambda: nodes.trainer.address)
-    node = nodes.node(trainer_address=trainer_address, fetch_seconds=0.5)
+    node = nodes.node(trainer_address=address or (lambda: nodes.trainer.address), fetch_seconds=0.5)
     with pytest.raises(WeightsVersionError, match=reason):
         node.store.get(record)
 

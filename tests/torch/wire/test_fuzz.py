@@ -23,8 +23,6 @@ from rlhfspec.messages.wire.codec import decode, encode
 
 CASES = int(os.environ.get("FUZZ_CASES", "12000"))
 SEED = int(os.environ.get("FUZZ_SEED", os.environ["SWEEP"]))  # that of the commit
-
-
 MOVED_PROMPT = MovedPrompt(b"record", {"traceparent": "00-ab-cd-01", "": "\N{PILE OF POO}"}, 1.5)
 
 
@@ -110,11 +108,7 @@ DECODERS: dict[str, tuple[Callable[[bytes], object], Callable[[], list[bytes]], 
     "records": (decode_as_it_encodes, some_records, MalformedRecord),
     "moving sequences": (read_and_import, moving, MalformedRecord),
     "moving sequences, sealed": (resealed(read_and_import), moving, MalformedRecord),
-    "moved-prompt": (
-        lambda data: MovedPrompt.read(data).to_bytes(),
-        lambda: [MOVED_PROMPT.to_bytes()],
-        MalformedRecord,
-    ),
+    "moved-prompt": (lambda raw: MovedPrompt.read(raw).to_bytes(), lambda: [MOVED_PROMPT.to_bytes()], MalformedRecord),
     "dead letters": (dead_letters.decode, lambda: [dead_letters.encode(letter())], MalformedRecord),
 }
 
@@ -138,11 +132,7 @@ def test_damaged_bytes_are_a_record_or_refused(name: str) -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        b"",
-        b"{}",
-        b"1",
-        b"x",
-        b'{"subject": "s"}',
+        *(b"", b"{}", b"1", b"x", b'{"subject": "s"}'),
         *(dead_letters.encode(replace(letter(), **{name: ""})) for name in ("subject", "consumer")),
     ],
 )

@@ -86,13 +86,9 @@ def test_the_reward_written_by_init_compares_answers(folder: Path) -> None:
     assert [exact(completion="answer 12 ", answer=12), exact(completion="answer 3", answer="12")] == [1.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "fix"), [(("--algorithm", "grop"), "must be one of ppo"), ((), "does not exist")]
-)
-def test_init_refuses_an_unknown_algorithm_and_a_missing_folder(
-    tmp_path: Path, arguments: tuple[str, ...], fix: str
-) -> None:
-    assert fix in rlhfspec("init", tmp_path / "none" / "job.yaml", *arguments, code=2)
+@pytest.mark.parametrize(("args", "fix"), [(("--algorithm", "grop"), "must be one of ppo"), ((), "does not exist")])
+def test_init_refuses_an_unknown_algorithm_or_missing_folder(tmp_path: Path, args: tuple[str, ...], fix: str) -> None:
+    assert fix in rlhfspec("init", tmp_path / "none" / "job.yaml", *args, code=2)
 
 
 def test_a_job_written_by_init_without_arguments_is_valid(tmp_path: Path) -> None:
@@ -149,10 +145,8 @@ def test_the_same_seeds_give_the_same_json() -> None:
 
 
 def test_slow_machines_and_killed_generators_lengthen_the_stage() -> None:
-    seconds = [
-        content(*SMALL, "--policy", "none", *more)["trials"][0]["mean_seconds"]
-        for more in ((), ("--slow", "0:3"), ("--kill", "1@0.2+5"))
-    ]
+    harmed = ((), ("--slow", "0:3"), ("--kill", "1@0.2+5"))
+    seconds = [content(*SMALL, "--policy", "none", *more)["trials"][0]["mean_seconds"] for more in harmed]
     assert seconds[0] < min(seconds[1:])
 
 
@@ -341,18 +335,16 @@ def life() -> Life:
 
 
 def test_a_waterfall_shows_waiting_and_work_of_each_stage() -> None:
-    rows = {line.split()[0]: line for line in printed(waterfall(life(), width=20), 240) if line.strip()}
-    assert "··██████ " in rows["generation"]
-    assert (
-        "1.00 s until generator 0 took it; 40 tokens in 25 steps: plain x 20, suffix x 5; 15 of" in rows["generation"]
-    )
-    assert "15 of 30 drafted tokens accepted; weights 2" in rows["generation"]
-    assert "        ·█ " in rows["reward"]
-    assert "500 ms until reward 0 took it; reward 0.500" in rows["reward"]
-    assert "failed: timed ↵ out" in rows["critic"]
-    assert "        ░░░░░░░░████" in rows["training"]
+    row = {line.split()[0]: line for line in printed(waterfall(life(), width=20), 240) if line.strip()}
+    assert "··██████ " in row["generation"]
+    assert "1.00 s until generator 0 took it; 40 tokens in 25 steps: plain x 20, suffix x 5; 15 of" in row["generation"]
+    assert "15 of 30 drafted tokens accepted; weights 2" in row["generation"]
+    assert "        ·█ " in row["reward"]
+    assert "500 ms until reward 0 took it; reward 0.500" in row["reward"]
+    assert "failed: timed ↵ out" in row["critic"]
+    assert "        ░░░░░░░░████" in row["training"]
     waits = "2.00 s for its scores, the last from critic 0; 2.00 s for the rest of the step; step 3"
-    assert f"{waits}; 3 samples of it were left out" in rows["training"]
+    assert f"{waits}; 3 samples of it were left out" in row["training"]
 
 
 def test_a_narrow_terminal_loses_nothing() -> None:

@@ -33,10 +33,8 @@ INFO = snapshot()[0]
 class Run:
     def __init__(self, job: RLHFJob | None = None, **settings: Any) -> None:
         self.clock = FakeClock()
-        broker = "tls://rl-nats:4222"
-        self.knowledge = RunKnowledge(
-            job or example_job(steps=9), "c0e43711", broker, self.clock, today=lambda: NOON, **settings
-        )
+        job, broker = job or example_job(steps=9), "tls://rl-nats:4222"
+        self.knowledge = RunKnowledge(job, "c0e43711", broker, self.clock, today=lambda: NOON, **settings)
         self.beats: dict[tuple[str, int], Heartbeat] = {}
         self.broker_answers = True
 

@@ -110,11 +110,9 @@ def test_the_command_line_takes_every_command_of_a_page(page: Path) -> None:
 
 def test_commands_of_pages_are_found_and_wrong_ones_refused(tmp_path: Path) -> None:
     assert sum(1 for page in PAGES for _ in commands_of(page)) > 100
-    page = tmp_path / "page.md"
-    page.write_text(
-        "```bash\n$ rlhfspec run job.yaml \\\n  --out there   # it\n```\nor `rlhfspec run --nats job.yaml`\n"
-    )
-    (_, right), (number, wrong) = commands_of(page)
+    md = tmp_path / "page.md"
+    md.write_text("```bash\n$ rlhfspec run job.yaml \\\n  --out there   # it\n```\nor `rlhfspec run --nats job.yaml`\n")
+    (_, right), (number, wrong) = commands_of(md)
     assert (right, number) == (["run", "job.yaml", "--out", "there"], 5)
     with pytest.raises(Exception, match="--nats"):
         parse(typer.main.get_command(app), wrong)

@@ -19,14 +19,12 @@ def predicted(
     return model.predict(drafter, rows, depths, ranks, np.array(gaps, np.float32))
 
 
-def feed(
-    model: AcceptanceModel, rows: list[int], chance: float, *, steps: int, seed: int = 0, gap: float = 1.2
-) -> None:
+def feed(model: AcceptanceModel, rows: list[int], rate: float, *, steps: int, seed: int = 0, gap: float = 1.2) -> None:
     random = np.random.default_rng(seed)
     n = len(table_rows := np.repeat(np.array(rows, np.int32), 6))
     ones = np.ones(n, np.int32)
     for _ in range(steps):
-        model.observe("model", table_rows, ones, ones * 0, np.full(n, gap, np.float32), random.random(n) < chance)
+        model.observe("model", table_rows, ones, ones * 0, np.full(n, gap, np.float32), random.random(n) < rate)
 
 
 def test_the_model_learns_acceptance_as_a_function_of_the_gap() -> None:
@@ -55,12 +53,11 @@ def test_the_model_learns_acceptance_as_a_function_of_the_gap() -> None:
 )
 def test_predictions_are_probabilities_after_any_observations(seen: list[tuple[float, int, int, bool]]) -> None:
     model = AcceptanceModel(2)
-    gap, rank, depth, accepted = (np.array(column) for column in zip(*seen, strict=True))
+    types = (np.float32, np.int32, np.int32, bool)
+    gap, rank, depth, accepted = map(np.array, zip(*seen, strict=True), types)
     rows = np.zeros(len(gap), np.int32)
     for _ in range(3):
-        model.observe(
-            "model", rows, depth.astype(np.int32), rank.astype(np.int32), gap.astype(np.float32), accepted.astype(bool)
-        )
+        model.observe("model", rows, depth, rank, gap, accepted)
     grid = np.linspace(0, 40, 200).tolist()
     for depth_asked in (1, 2, 7):
         for rank_asked in (0, 1, 5):

@@ -20,6 +20,7 @@ from rlhfspec.engine.drafting.outlook import DraftOutlook, default_plans
 from rlhfspec.engine.drafting.selector import AdaptiveSelector
 
 TRIALS_ARE_DEAR = replace(EVERY_ROW_COSTS, draft_first=lambda rows: 5e-4 + 1e-4 * rows)
+FOUR_COSTS = st.lists(st.floats(1e-4, 0.05), min_size=4, max_size=4)
 MACHINES = {"flat-to-16": FLAT_TO_16, "every-row-costs": EVERY_ROW_COSTS}
 
 
@@ -39,9 +40,7 @@ def forest_of(parents: list[int], conditional: list[float], num_sequences: int =
 def state_of(num_sequences: int, *, num_prefill_rows: int = 0, kv_tokens: int = 0) -> BatchState:
     rows = np.arange(num_sequences, dtype=np.int32)
     room = np.full(num_sequences, 99, np.int32)
-    return BatchState(
-        rows=rows, room=room, num_prefill_rows=num_prefill_rows, kv_tokens=kv_tokens, unseen=np.zeros_like(rows)
-    )
+    return BatchState(rows=rows, room=room, num_prefill_rows=num_prefill_rows, kv_tokens=kv_tokens, unseen=rows * 0)
 
 
 @st.composite
@@ -70,13 +69,7 @@ def test_best_nodes_are_a_forest_of_the_asked_size_and_nest(drawn: tuple[Forest,
     assert not len(keep) or not len(left_out) or forest.path_acceptance[keep].min() >= left_out.max()
 
 
-@given(
-    forests(),
-    st.lists(st.floats(1e-4, 0.05), min_size=4, max_size=4),
-    st.integers(0, 20),
-    st.floats(0, 0.02),
-    st.sampled_from([None, 2]),
-)
+@given(forests(), FOUR_COSTS, st.integers(0, 20), st.floats(0, 0.02), st.sampled_from([None, 2]))
 def test_the_budget_is_the_one_that_brute_force_finds(
     drawn: tuple[Forest, int], seconds: list[float], num_prefill_rows: int, draft_seconds: float, max_nodes: int | None
 ) -> None:
@@ -356,10 +349,8 @@ def test_a_fixed_selector_keeps_all_or_the_best_of_the_batch() -> None:
 
 
 def test_plan_grids_contain_the_named_plans() -> None:
-    grid = static_grid(("model", "suffix"))
-    assert {"model-d2", "model-d4", "model-d8", "model-d4-w1-b2", "model-d6-w2-b3", "suffix-d4", "suffix-d8"} <= set(
-        grid
-    )
+    grid = set(static_grid(("model", "suffix")))
+    assert {"model-d2", "model-d4", "model-d8", "model-d4-w1-b2", "model-d6-w2-b3", "suffix-d4", "suffix-d8"} <= grid
     plans = default_plans(("model", "suffix"))
     assert plans[0] == PLAIN
     assert len(set(plans)) == len(plans)

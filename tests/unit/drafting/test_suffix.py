@@ -41,13 +41,7 @@ def test_philox_gives_the_published_words() -> None:
     assert philox(pi, (0xA4093822, 0x299F31D0)) == (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)
 
 
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1)),
-        min_size=1,
-        max_size=70,
-    )
-)
+@given(st.lists(st.tuples(st.integers(0, 2**64 - 1), *[st.integers(0, 2**31 - 1)] * 2), min_size=1, max_size=70))
 def test_vectorized_noise_equals_scalar_noise(where: list[tuple[int, int, int]]) -> None:
     seeds, positions, tokens = zip(*where, strict=True)
     assert gumbels(seeds, positions, tokens) == [gumbel(*one) for one in where]

@@ -51,12 +51,12 @@ def test_an_even_load_over_ranks(multiple_of: int) -> None:
     assert [len(members) for members in pack([7] * 12, 14, multiple_of=multiple_of)] == [2] * 6
 
 
-group_lists = st.lists(
-    st.tuples(st.integers(1, 40), st.lists(st.integers(0, 20), min_size=1, max_size=6)), min_size=1, max_size=8
-)
+Groups = list[tuple[int, list[int]]]
+answer_lists = st.lists(st.integers(0, 20), min_size=1, max_size=6)
+group_lists = st.lists(st.tuples(st.integers(1, 40), answer_lists), min_size=1, max_size=8)
 
 
-def samples_of(groups: list[tuple[int, list[int]]]) -> tuple[list[tuple[int, ...]], list[int]]:
+def samples_of(groups: Groups) -> tuple[list[tuple[int, ...]], list[int]]:
     prompts = [(number,) * length for number, (length, answers) in enumerate(groups) for _ in answers]
     return prompts, [answer for _, answers in groups for answer in answers]
 
@@ -66,9 +66,7 @@ def run_tokens(members: list[int], prompts: list[tuple[int, ...]], answers: list
 
 
 @given(group_lists, st.integers(1, 120), st.integers(1, 4))
-def test_micro_batches_of_groups_are_whole_ordered_and_within_the_budget(
-    groups: list[tuple[int, list[int]]], budget: int, ranks: int
-) -> None:
+def test_micro_batches_of_groups_are_whole_ordered_and_within_budget(groups: Groups, budget: int, ranks: int) -> None:
     prompts, answers = samples_of(groups)
     packed = pack_groups(prompts, answers, budget, multiple_of=ranks)
     assert sorted(index for members in packed for index in members) == list(range(len(prompts)))
@@ -80,7 +78,7 @@ def test_micro_batches_of_groups_are_whole_ordered_and_within_the_budget(
 
 
 @given(group_lists)
-def test_a_group_that_fits_stays_whole(groups: list[tuple[int, list[int]]]) -> None:
+def test_a_group_that_fits_stays_whole(groups: Groups) -> None:
     prompts, answers = samples_of(groups)
     packed = pack_groups(prompts, answers, 200)
     assert all(sum(prompt in {prompts[index] for index in members} for members in packed) == 1 for prompt in prompts)

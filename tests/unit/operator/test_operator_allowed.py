@@ -54,10 +54,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "some-kept": (worker(securityContext={"capabilities": {"drop": ["KILL"]}}), "securityContext.capabilities.drop"),
     "proc": (worker(securityContext={"procMount": "Unmasked"}), "securityContext.procMount"),
     "root": ({"securityContext": {"runAsUser": 0}}, "spec.securityContext"),
-    "root-of-a-sidecar": (
-        {"containers": [{**SIDECAR, "securityContext": {"runAsUser": 0}}]},
-        "securityContext.runAsUser",
-    ),
+    "sidecar-root": ({"containers": [{**SIDECAR, "securityContext": {"runAsUser": 0}}]}, "securityContext.runAsUser"),
     "context-removed": ({"securityContext": None}, "spec.securityContext"),
     "volumes-removed": ({"volumes": None}, "spec.volumes"),
     "sysctls": ({"securityContext": {"sysctls": [{"name": "a", "value": "1"}]}}, "spec.securityContext"),
@@ -111,9 +108,8 @@ def test_unlisted_pod_fields_are_refused_and_code_in_other_roles_too(name: str, 
 
 @pytest.mark.parametrize("role", ["prepare", "control"])
 def test_an_image_is_refused_in_roles_that_run_no_user_code(role: str) -> None:
-    assert refusal(roles={role: {"image": "mine"}}).startswith(
-        f"spec.roles.{role}.image: not allowed in pods of {role}"
-    )
+    said = refusal(roles={role: {"image": "mine"}})
+    assert said.startswith(f"spec.roles.{role}.image: not allowed in pods of {role}")
 
 
 def test_pod_annotations_are_refused() -> None:
@@ -131,9 +127,7 @@ NAMED: dict[str, dict[str, Any]] = {
     "claim": volume(persistentVolumeClaim={"claimName": "another"}),
     "default-claim": volume(persistentVolumeClaim={"claimName": "runs"}),
     "variable": worker(env=[secret_key()]),
-    "variable-of-config": worker(
-        env=[{"name": "A", "valueFrom": {"configMapKeyRef": {"name": "another", "key": "k"}}}]
-    ),
+    "config-variable": worker(env=[{"name": "A", "valueFrom": {"configMapKeyRef": {"name": "another", "key": "k"}}}]),
     "variables": worker(envFrom=[{"secretRef": {"name": "another"}}]),
     "variables-of-config": worker(envFrom=[{"configMapRef": {"name": "another"}}]),
     "optional": worker(envFrom=[{"secretRef": {"name": "another", "optional": True}}]),
@@ -153,9 +147,8 @@ def test_an_object_without_the_label_is_refused_and_one_with_it_is_not(name: str
 
 
 def test_storage_of_the_job_needs_the_label_too() -> None:
-    assert refusal(storage={"claim": "another"}).startswith(
-        "spec.storage.claim: PersistentVolumeClaim another does not"
-    )
+    said = refusal(storage={"claim": "another"})
+    assert said.startswith("spec.storage.claim: PersistentVolumeClaim another does not")
     store = {"uri": "s3://bucket/team", "secret": "another"}
     assert refusal(storage=store).startswith("spec.storage.secret: Secret another does not exist")
     running(storage={"claim": "runs"})
@@ -226,10 +219,8 @@ def test_a_job_may_not_name_what_the_template_of_the_chart_adds() -> None:
     """Its sidecars and volumes may hold what no user of jobs may read."""
     template = {"spec": {"containers": [{"name": "vault", "image": "v"}], "volumes": [{"name": "keys"}]}}
     cluster = SETTINGS.model_copy(update={"pod_template": template})
-    for spec in (
-        {"containers": [{"name": "vault", "command": ["sh"]}]},
-        worker(volumeMounts=[{"name": "keys", "mountPath": "/keys"}]),
-    ):
+    mounting = worker(volumeMounts=[{"name": "keys", "mountPath": "/keys"}])
+    for spec in ({"containers": [{"name": "vault", "command": ["sh"]}]}, mounting):
         world = World(job_body(roles={"reward": {"podTemplate": {"spec": spec}}}), settings=cluster)
         assert "this name is reserved by the operator or its chart" in config_problem(situation_of(world))
     world = World(settings=cluster)

@@ -16,12 +16,8 @@ KEY = ("team", "sums")
 
 
 def warning(name: str, message: str, uid: str = "p1") -> dict[str, Any]:
-    return {
-        "metadata": {"name": name, "namespace": "team"},
-        "involvedObject": {"uid": uid},
-        "reason": "Failed",
-        "message": message,
-    }
+    metadata = {"name": name, "namespace": "team"}
+    return {"metadata": metadata, "involvedObject": {"uid": uid}, "reason": "Failed", "message": message}
 
 
 def cache_of_a_job(**clock: Any) -> Cache:

@@ -88,12 +88,11 @@ def test_a_queued_job_fails_if_the_operator_has_no_kueue() -> None:
 
 def test_a_queued_job_shows_the_message_of_kueue_and_runs_once_admitted() -> None:
     world = queued()
-    world.kueue_says(
-        "QuotaReserved", False, "Pending", "insufficient unused quota for cpu in flavor spot, 2 more needed"
-    )
+    lacks = "insufficient unused quota for cpu in flavor spot, 2 more needed"
+    world.kueue_says("QuotaReserved", False, "Pending", lacks)
     world.settle()
     assert (world.phase, world.status["reason"], world.pods) == ("Pending", "Queued", {})
-    assert world.status["message"] == "queue gpus: insufficient unused quota for cpu in flavor spot, 2 more needed"
+    assert world.status["message"] == f"queue gpus: {lacks}"
     assert world.plan().is_quiet
     assert "startTime" not in world.status, "it may still be changed"
     world.admit()

@@ -40,10 +40,8 @@ def test_a_pod_is_what_restricted_namespaces_admit(role: str) -> None:
     security = pod["spec"]["securityContext"]
     assert security["runAsNonRoot"]
     assert security["seccompProfile"] == {"type": "RuntimeDefault"}
-    container = pod["spec"]["containers"][0]["securityContext"]
-    assert container == {
-        "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
-    }  # fmt: skip
+    own = pod["spec"]["containers"][0]["securityContext"]
+    assert own == {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
     assert pod["spec"]["automountServiceAccountToken"] is False
     assert pod["spec"]["restartPolicy"] == "Never"
 
@@ -60,16 +58,13 @@ def test_a_pod_mounts_its_own_credentials_and_no_others(role: str) -> None:
 
 
 WHOLE, OWN = "/storage", {"mountPath": "/storage/runs/sums-6f1c-42", "subPath": "runs/sums-6f1c-42"}
-READ_ONLY = [{"mountPath": WHOLE, "readOnly": True}]
-WALLED = [*READ_ONLY, OWN]
+READABLE = [{"mountPath": WHOLE, "readOnly": True}]
+WALLED = [*READABLE, OWN]
 
 
 def storage_mounts(container: Json) -> list[Json]:
-    return [
-        {name: value for name, value in mount.items() if name != "name"}
-        for mount in container["volumeMounts"]
-        if mount["name"] == "storage"
-    ]
+    mounts = [mount for mount in container["volumeMounts"] if mount["name"] == "storage"]
+    return [{name: value for name, value in mount.items() if name != "name"} for mount in mounts]
 
 
 @pytest.mark.parametrize(
@@ -78,12 +73,8 @@ def storage_mounts(container: Json) -> list[Json]:
         ("prepare", {}, [{"mountPath": WHOLE}]),
         *((role, {}, WALLED) for role in ROLES if role != "prepare"),
         *((role, {"observability": {"traces": False}}, WALLED) for role in ("control", "generator", "trainer")),
-        *((role, {"observability": {"traces": False}}, READ_ONLY) for role in ("prompts", "reward")),
-        (
-            "reward",
-            {"storage": {"runFolder": "./a//b/"}},
-            [*READ_ONLY, {"mountPath": "/storage/a/b", "subPath": "a/b"}],
-        ),
+        *((role, {"observability": {"traces": False}}, READABLE) for role in ("prompts", "reward")),
+        ("reward", {"storage": {"runFolder": "./a//b/"}}, [*READABLE, {"mountPath": "/storage/a/b", "subPath": "a/b"}]),
         *((role, {"storage": {"uri": "s3://bucket/team"}}, [{"mountPath": WHOLE}]) for role in ("prepare", "reward")),
     ],
 )  # fmt: skip
@@ -114,7 +105,7 @@ def test_claims_that_a_job_mounts_itself_are_read_only() -> None:
     assert storage_mounts(spec["containers"][0]) == WALLED
     stored = {"volumes": [{"name": "storage", "persistentVolumeClaim": {"claimName": "c"}}]}
     container = container_of("reward", storage={"uri": "s3://a/b"}, roles={"reward": {"podTemplate": {"spec": stored}}})
-    assert storage_mounts(container) == READ_ONLY
+    assert storage_mounts(container) == READABLE
 
 
 def test_claims_in_the_template_of_the_chart_are_mounted_as_written() -> None:
@@ -160,11 +151,9 @@ def test_the_config_map_holds_the_connections_and_the_job() -> None:
 
 def test_pods_of_a_job_in_an_object_store_have_a_folder_and_the_credentials_of_its_secret() -> None:
     objects = objects_of(storage={"uri": "s3://bucket/team", "secret": "keys", "runFolder": "mine/first"})
-    connections = Connections.model_validate_json(
-        objects["ConfigMap", "sums-connections-6f1c-42"]["data"]["connections.json"]
-    )
-    assert connections.storage_uri == "s3://bucket/team"
-    assert str(connections.folder) == "/storage/mine/first"
+    told = Connections.model_validate_json(objects["ConfigMap", "sums-connections-6f1c-42"]["data"]["connections.json"])
+    assert told.storage_uri == "s3://bucket/team"
+    assert str(told.folder) == "/storage/mine/first"
     for name in ("sums-prompts-0", "sums-trainer-0"):
         spec = objects["Pod", name]["spec"]
         assert {"name": "storage", "emptyDir": {}} in spec["volumes"]
@@ -256,15 +245,12 @@ def test_merging_replaces_texts_and_removes_nulls() -> None:
 
 def test_pod_templates_merge_and_that_of_the_role_wins() -> None:
     def template(node: str, team: str) -> Json:
-        return {
-            "metadata": {"labels": {"team": team}},
-            "spec": {"nodeSelector": {"pool": node}, "tolerations": [{"key": team, "operator": "Exists"}]},
-        }
+        spec = {"nodeSelector": {"pool": node}, "tolerations": [{"key": team, "operator": "Exists"}]}
+        return {"metadata": {"labels": {"team": team}}, "spec": spec}
 
     cluster = SETTINGS.model_copy(update={"pod_template": template("any", "cluster")})
-    things = objects_of(
-        cluster, podTemplate=template("gpu", "job"), roles={"trainer": {"podTemplate": template("fast", "role")}}
-    )
+    own = {"trainer": {"podTemplate": template("fast", "role")}}
+    things = objects_of(cluster, podTemplate=template("gpu", "job"), roles=own)
     pods = {name.rpartition("-")[0]: pod for (kind, name), pod in things.items() if kind == "Pod"}
     assert len(pods) == len(ROLES)
     for name, pod in pods.items():
@@ -301,10 +287,8 @@ def test_roles_have_priorities_until_the_job_names_one() -> None:
 
 
 def test_pods_set_no_user_where_the_cluster_chooses_it() -> None:
-    security = objects_of(SETTINGS.model_copy(update={"chooses_user": False}))["Pod", "sums-reward-0"]["spec"][
-        "securityContext"
-    ]
-    assert security == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    pod = objects_of(SETTINGS.model_copy(update={"chooses_user": False}))["Pod", "sums-reward-0"]
+    assert pod["spec"]["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
 
 
 def in_worker(**resources: Any) -> Json:

@@ -10,15 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rlhfspec.operator.looking.queue import (
-    GATHER_SECONDS,
-    LONGEST_BACKOFF_SECONDS,
-    PATIENT_SECONDS,
-    REST_SECONDS,
-    Key,
-    ReconcileResult,
-    WorkQueue,
-)
+from rlhfspec.operator.looking import queue as queues
+from rlhfspec.operator.looking.queue import GATHER_SECONDS, PATIENT_SECONDS, Key, ReconcileResult, WorkQueue
+
+Look = Callable[[Key], Awaitable[ReconcileResult]]
 
 
 class FakeTimers:
@@ -66,11 +61,7 @@ class Looking:
 
 
 @asynccontextmanager
-async def working(
-    look: Callable[[Key], Awaitable[ReconcileResult]],
-    workers: int = 2,
-    waited: Callable[[float], None] = lambda seconds: None,
-) -> Any:
+async def working(look: Look, workers: int = 2, waited: Callable[[float], None] = lambda seconds: None) -> Any:
     timers = FakeTimers()
     queue = WorkQueue(look, timers, waited=waited)
     tasks = [asyncio.create_task(queue.work()) for _ in range(workers)]
@@ -116,7 +107,7 @@ async def test_events_in_quick_succession_share_reconciles() -> None:
             queue.tell(A)
             await timers.advance(0.1)
         await timers.advance(1.0)
-    assert len(look.seen) == pytest.approx(2.0 / REST_SECONDS + 1, abs=1)
+    assert len(look.seen) == pytest.approx(2.0 / queues.REST_SECONDS + 1, abs=1)
 
 
 async def test_the_queue_reports_how_late_each_reconcile_was() -> None:
@@ -194,7 +185,7 @@ async def test_a_reconcile_that_repeats_itself_backs_off(answer: ReconcileResult
         queue.tell(A)
         await timers.advance(600.0)
     assert len(at) < 20
-    assert at[-1] - at[-2] == pytest.approx(LONGEST_BACKOFF_SECONDS, rel=0.1)
+    assert at[-1] - at[-2] == pytest.approx(queues.LONGEST_BACKOFF_SECONDS, rel=0.1)
 
 
 async def test_a_reconcile_with_new_results_is_not_delayed() -> None:

@@ -19,6 +19,7 @@ from rlhfspec.operator.looking.views import job_view
 
 PAGE = ROOT / "docs" / "conditions.md"
 POD = "sums-reward-0"
+WHY = "details: kubectl rlhf why"
 
 
 def starting() -> World:
@@ -151,14 +152,12 @@ def test_a_refusal_of_the_api_server_gives_the_job_its_reason(message: str, reas
     assert world.healthy()[0] == "True"
 
 
-@pytest.mark.parametrize(
-    "reason", ["BrokerUnavailable", "RewardFailing", "Stalled", "StorageFull", "RecordUndeliverable"]
-)
-def test_a_trouble_reported_by_control_gives_the_job_its_reason(reason: Any) -> None:
+@pytest.mark.parametrize("why", ["BrokerUnavailable", "RewardFailing", "Stalled", "StorageFull", "RecordUndeliverable"])
+def test_a_trouble_reported_by_control_gives_the_job_its_reason(why: Any) -> None:
     world = running()
-    world.say(troubles=(Trouble(reason=reason, workers=("reward-0",)),)).settle()
+    world.say(troubles=(Trouble(reason=why, workers=("reward-0",)),)).settle()
     status, found, message = world.healthy()
-    assert (status, found) == ("False", reason)
+    assert (status, found) == ("False", why)
     assert message.endswith(" reward-0; details: kubectl rlhf why")
     world.say().settle()
     assert world.healthy()[0] == "True"
@@ -181,44 +180,22 @@ def ends(code: int, message: str = "", reason: str = "", times: int = 1) -> Call
 
 
 @pytest.mark.parametrize(
-    ("happen", "reason", "evidence"),
+    ("happen", "reason", "words"),
     [
-        (ends(137, reason="OOMKilled"), "OOMKilled", "reward-0: it took more memory than its limit"),
-        (
-            ends(75, "NATS at tls://nats:4222 is away"),
-            "BrokerUnavailable",
-            "reward-0: ended with exit code 75; details: kubectl rlhf why",
-        ),
-        (
-            ends(75, "storage away: s3://b: no route"),
-            "StorageUnavailable",
-            "reward-0: storage away: it does not answer; details: kubectl rlhf why",
-        ),
-        (
-            ends(1, "[Errno 28] No space left on device"),
-            "StorageFull",
-            "reward-0: No space left on device; details: kubectl rlhf why",
-        ),
-        (
-            ends(1, "boom"),
-            "PodsNotReady",
-            "reward-0: ended with exit code 1; details: kubectl rlhf why; it is started again",
-        ),
-        (ends(139), "PodsNotReady", "reward-0: killed by SIGSEGV; it is started again"),
-        (ends(0), "PodsNotReady", "reward-0: ended with exit code 0, without being asked to stop; it is started again"),
-        (
-            ends(1, "boom", times=2),
-            "CrashLoop",
-            "reward-0: 2 failures since step 0, the last: ended with exit code 1; details: kubectl rlhf why",
-        ),
+        (ends(137, reason="OOMKilled"), "OOMKilled", "it took more memory than its limit"),
+        (ends(75, "NATS at tls://nats:4222 is away"), "BrokerUnavailable", f"ended with exit code 75; {WHY}"),
+        (ends(75, "storage away: s3://b: no route"), "StorageUnavailable", f"storage away: it does not answer; {WHY}"),
+        (ends(1, "[Errno 28] No space left on device"), "StorageFull", f"No space left on device; {WHY}"),
+        (ends(1, "boom"), "PodsNotReady", f"ended with exit code 1; {WHY}; it is started again"),
+        (ends(139), "PodsNotReady", "killed by SIGSEGV; it is started again"),
+        (ends(0), "PodsNotReady", "ended with exit code 0, without being asked to stop; it is started again"),
+        (ends(1, "boom", times=2), "CrashLoop", f"2 failures since step 0, the last: ended with exit code 1; {WHY}"),
     ],
 )
-def test_the_end_of_a_worker_gives_the_job_its_reason(
-    happen: Callable[[World], None], reason: str, evidence: str
-) -> None:
+def test_the_end_of_a_worker_gives_the_job_its_reason(happen: Callable[[World], None], reason: str, words: str) -> None:
     world = running()
     happen(world)
-    assert world.healthy() == ("False", reason, evidence)
+    assert world.healthy() == ("False", reason, f"reward-0: {words}")
     world.run_all().settle()
     assert world.healthy()[1] == ("CrashLoop" if reason == "CrashLoop" else "AsExpected"), "it is back"
     world.say(step=1).settle()

@@ -10,6 +10,7 @@ from rlhfspec.operator.deciding.observed import Said
 from rlhfspec.operator.deciding.situation import Delete
 from rlhfspec.operator.deciding.status import seconds_to_write
 
+WHY = "details: kubectl rlhf why"
 STAGES = ("control", "prompts", "generator", "reward", "trainer")
 
 
@@ -133,10 +134,7 @@ def test_too_many_failures_fail_the_job_and_a_trained_step_resets_the_count() ->
     assert world.phase == "Running"
     fail_again_and_again(world, "reward", 1, 1)
     assert (world.phase, world.status["reason"]) == ("Failed", "CrashLoop")
-    assert (
-        world.status["message"]
-        == "reward-0: 3 failures since step 1, the last: ended with exit code 1; details: kubectl rlhf why"
-    )
+    assert world.status["message"] == f"reward-0: 3 failures since step 1, the last: ended with exit code 1; {WHY}"
 
 
 def test_a_repeated_step_does_not_reset_the_failure_count() -> None:
@@ -147,10 +145,7 @@ def test_a_repeated_step_does_not_reset_the_failure_count() -> None:
         for step in (1, 2, 3):  # after its checkpoint
             world.say(step=step).settle()
     assert (world.phase, world.status["reason"]) == ("Failed", "CrashLoop")
-    assert (
-        world.status["message"]
-        == "trainer-0: 3 failures since step 3, the last: ended with exit code 1; details: kubectl rlhf why"
-    )
+    assert world.status["message"] == f"trainer-0: 3 failures since step 3, the last: ended with exit code 1; {WHY}"
 
 
 def test_killed_workers_do_not_count_unless_the_job_says_so() -> None:

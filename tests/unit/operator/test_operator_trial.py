@@ -6,12 +6,8 @@ from rlhfspec.cluster import names
 from rlhfspec.cluster.api import ApiResponse
 from rlhfspec.operator.making import trial
 
-ODD = {
-    "roles": {
-        "reward": {"podTemplate": {"spec": {"nodeSelector": [1]}}},
-        "prepare": {"resources": {"limits": {"a": 1}}},
-    }
-}
+REWARD = {"podTemplate": {"spec": {"nodeSelector": [1]}}}
+ODD = {"roles": {"reward": REWARD, "prepare": {"resources": {"limits": {"a": 1}}}}}
 SAID = "spec.roles.reward: the API server refuses the pod: cannot unmarshal"
 
 

@@ -60,11 +60,9 @@ def after(fleet: Fleet, planned: PlannedMoves, now: float = NOW) -> Fleet:
         held = int(fleet.held[sequence])
         rows[source], rows[destination] = rows[source] + 1, rows[destination] - 1
         tokens[source], tokens[destination] = tokens[source] + held, tokens[destination] - held
-    order = np.argsort(generator, kind="stable")
-    columns = {name: getattr(fleet, name)[order] for name in ("generated", "held", "remaining", "limit")}
-    return replace(
-        fleet, generator=generator[order], moved_at=moved_at[order], free_rows=rows, free_tokens=tokens, **columns
-    )
+    by = np.argsort(generator, kind="stable")
+    columns = {name: getattr(fleet, name)[by] for name in ("generated", "held", "remaining", "limit")}
+    return replace(fleet, generator=generator[by], moved_at=moved_at[by], free_rows=rows, free_tokens=tokens, **columns)
 
 
 @given(st.integers(0, 1 << 32))
@@ -236,7 +234,7 @@ def test_engines_of_a_host_are_consolidated_if_the_engine_cost_is_set() -> None:
 
 
 @pytest.mark.parametrize(
-    ("learns", "remaining", "advice"),
+    ("learns", "left", "advice"),
     [
         (False, 500.0, ("score",)),  # 5 s: time for other work
         (False, 20.0, ("wait",)),
@@ -245,31 +243,25 @@ def test_engines_of_a_host_are_consolidated_if_the_engine_cost_is_set() -> None:
         (True, 20.0, ("learn", "learn")),  # what comes soon ends it at once
     ],
 )
-def test_dry_generators_get_advice(learns: bool, remaining: float, advice: tuple[str, ...]) -> None:
-    num = 1 + len(advice)
-    fleet = Fleet.of(
-        step_seconds=[1e-2] * num, sequence_seconds=[1e-5] * num, generator=[0], remaining=[remaining], held=[9]
-    )
+def test_dry_generators_get_advice(learns: bool, left: float, advice: tuple[str, ...]) -> None:
+    n = 1 + len(advice)
+    fleet = Fleet.of(step_seconds=[1e-2] * n, sequence_seconds=[1e-5] * n, generator=[0], remaining=[left], held=[9])
     assert plan(fleet, NOW, PlannerSettings(learns=learns)).advice == advice
 
 
 def test_the_plan_explains_why_nothing_moves() -> None:
-    def why_not(**changed: object) -> list[str]:
+    def why(**changed: object) -> list[str]:
         values: dict[str, object] = {
             "step_seconds": [1e-2] * 2, "sequence_seconds": [5e-3] * 2,
             "generator": [0, 0, 1], "remaining": [100.0, 100.0, 20.0],
         }  # fmt: skip
         return plan(Fleet.of(**(values | changed)), NOW).why_not()  # type: ignore[arg-type]
 
-    assert why_not(remaining=[100.0, 99.0, 99.0]) == [
-        "0 ends in 2.00 s, 1 in 1.48 s: every sequence would end later there"
-    ]
-    assert why_not(generator=[0, 1], remaining=[100.0, 98.0]) == [
-        "0 ends in 1.50 s, 1 in 1.47 s: too near to each other"
-    ]
-    bound = why_not(step_seconds=[1e-2] * 2, sequence_seconds=[1e-5] * 2)
+    assert why(remaining=[100.0, 99.0, 99.0]) == ["0 ends in 2.00 s, 1 in 1.48 s: every sequence would end later there"]
+    assert why(generator=[0, 1], remaining=[100.0, 98.0]) == ["0 ends in 1.50 s, 1 in 1.47 s: too near to each other"]
+    bound = why(step_seconds=[1e-2] * 2, sequence_seconds=[1e-5] * 2)
     assert bound == ["0 ends in 1.00 s, 1 in 0.20 s: steps take as long with fewer sequences, so nothing is gained"]
-    resting = why_not(moved_at=[NOW, NOW, NOW])
+    resting = why(moved_at=[NOW, NOW, NOW])
     assert resting == ["0 ends in 2.00 s, 1 in 0.30 s: sequences that could move have just moved, or do not fit"]
 
 
@@ -300,25 +292,21 @@ def test_a_plan_of_a_large_fleet_takes_a_few_passes_over_its_arrays() -> None:
     assert best_of(lambda: plan(fleet, NOW)) < 20 * best_of(passing)
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_fleet_without_sequences_is_planned(number: int) -> None:
-    planned = plan(
-        Fleet.of(step_seconds=[1e-3] * number, sequence_seconds=[1e-4] * number, generator=[], remaining=[]), NOW
-    )
+@pytest.mark.parametrize("num", [0, 1])
+def test_a_fleet_without_sequences_is_planned(num: int) -> None:
+    planned = plan(Fleet.of(step_seconds=[1e-3] * num, sequence_seconds=[1e-4] * num, generator=[], remaining=[]), NOW)
     assert planned.num_moves == 0
-    assert planned.advice == ("score",) * number, "there may be samples to score"
+    assert planned.advice == ("score",) * num, "there may be samples to score"
 
 
 STEP, SEQUENCE = 8.8e-3, 0.37e-3
 
 
-def learnt(
-    rows: np.ndarray, *, prior: tuple[float, float] = (8.0, 1.0), noise: float = 0.1, seed: int = 0
-) -> LearnedCurve:
-    rng = np.random.default_rng(seed)
-    curve = LearnedCurve(prior)
+def learnt(rows: np.ndarray) -> LearnedCurve:
+    rng = np.random.default_rng(0)
+    curve = LearnedCurve((8.0, 1.0))
     for number in rows.tolist():
-        curve.learn(number, (STEP + SEQUENCE * number) * rng.lognormal(0, noise))
+        curve.learn(number, (STEP + SEQUENCE * number) * rng.lognormal(0, 0.1))
     return curve
 
 

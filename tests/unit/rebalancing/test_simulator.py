@@ -73,9 +73,7 @@ def told(outcome: StageOutcome) -> tuple[object, ...]:
     policy=st.sampled_from([*POLICY_NAMES, "random"]),
     seed=st.integers(0, 1000),
 )
-def test_simulation_by_events_equals_simulation_by_single_steps(
-    scenario: Scenario, kind: str, policy: str, seed: int
-) -> None:
+def test_simulation_by_events_equals_that_by_steps(scenario: Scenario, kind: str, policy: str, seed: int) -> None:
     work = workload(kind, num_generators=scenario.num_generators, per_generator=8, seed=seed, shape=SMALL)
     slow = simulate_slowly(scenario, work, policy_of(policy, work, seed))
     fast = simulate(scenario, work, policy_of(policy, work, seed))
@@ -106,9 +104,8 @@ def test_the_seconds_of_a_stage_follow_the_cost_formula() -> None:
 
 
 def test_samples_of_a_dead_generator_are_redelivered_to_the_living() -> None:
-    scenario = Scenario(
-        num_generators=2, curve=PRESETS["t0=2.5c"], kills=(Kill(generator=0, at_seconds=0.01),), redelivery_seconds=0.1
-    )
+    kills = (Kill(generator=0, at_seconds=0.01),)
+    scenario = Scenario(num_generators=2, curve=PRESETS["t0=2.5c"], kills=kills, redelivery_seconds=0.1)
     outcome = simulate(scenario, by_hand([[50, 60], [5]]))
     assert outcome.num_redelivered == 2
     assert outcome.ended_on.tolist() == [1, 1, 1]
@@ -153,9 +150,8 @@ def test_memory_bound_generators_move_nothing() -> None:
 @pytest.mark.parametrize("curve", ["plain", "adaptive"])
 def test_moves_between_two_engines_of_one_host_cost_at_most_3_percent(curve: str) -> None:
     scenario = stage(curve, num_generators=2, engines_per_host=2)
-    ours, dealt, pulled = trials(
-        scenario, lengths("independent", 2), policies=("ours", "none", "pull+none"), seeds=range(1, 9)
-    )
+    policies = ("ours", "none", "pull+none")
+    ours, dealt, pulled = trials(scenario, lengths("independent", 2), policies=policies, seeds=range(1, 9))
     best = np.minimum(dealt.seconds, pulled.seconds)
     assert float(np.median(np.array(ours.seconds) / best)) <= 1.03
 

@@ -60,9 +60,7 @@ def test_every_panel_shows_its_numbers() -> None:
 
 def test_seconds_are_stacked() -> None:
     axis = panel_of(overview_figure(a_run(3), title="sums"), "seconds")
-    bottoms = {
-        patch.get_label(): patch.get_data().baseline for patch in patches(axis) if patch.get_label() != "wall time"
-    }
+    bottoms = {each.get_label(): each.get_data().baseline for each in patches(axis) if each.get_label() != "wall time"}
     tops = {patch.get_label(): patch.get_data().values[0] for patch in patches(axis)}
     assert list(tops) == ["generation", "reward", "reference", "training", "checkpoint", "wall time"], "no critic ran"
     assert tops == pytest.approx(
@@ -243,9 +241,7 @@ COLLAPSES = (
         ([example_evaluation(step=step) for step in (0, 10)], False),  # of an earlier release
     ],
 )
-def test_a_policy_with_few_answers_to_held_out_prompts_is_said_to_collapse(
-    evaluations: list[Evaluation], warns: bool
-) -> None:
+def test_a_policy_with_few_held_out_answers_is_said_to_collapse(evaluations: list[Evaluation], warns: bool) -> None:
     assert collapse_of(evaluations).startswith("the policy collapses: ") is warns
     assert ("warning" in dict(facts(a_run(2), evaluations))) is warns
 

@@ -545,17 +545,12 @@ def test_a_job_that_this_release_cannot_read_is_compared_unchanged() -> None:
 
 
 def test_rewards_are_averaged_by_a_column_of_the_data() -> None:
-    tasks = ("sum", "sum", "spell", 3)
-    samples = [
-        replace(example_sample(prompt=place), columns_json=json.dumps({"task": task}))
-        for place, task in enumerate(tasks)
-    ]
+    columns = [json.dumps({"task": task}) for task in ("sum", "sum", "spell", 3)]
+    samples = [replace(example_sample(prompt=place), columns_json=each) for place, each in enumerate(columns)]
     rewards = {each.id: reward_of(each, float(place)) for place, each in enumerate(samples)}
     found = by_column("task", samples, rewards)
-    assert found == {
-        "reward_by_column": {"3": 3.0, "spell": 2.0, "sum": 0.5},
-        "num_by_column": {"3": 1.0, "spell": 1.0, "sum": 2.0},
-    }
+    means, nums = {"3": 3.0, "spell": 2.0, "sum": 0.5}, {"3": 1.0, "spell": 1.0, "sum": 2.0}
+    assert found == {"reward_by_column": means, "num_by_column": nums}
     evaluation = evaluation_of(7, 7, samples, rewards, max_tokens=8, seconds=1.5, column="task")
     assert Evaluation.from_line(evaluation.to_line()) == evaluation
     assert evaluation.num_by_column == found["num_by_column"]

@@ -35,16 +35,14 @@ def test_every_process_that_runs_a_model_has_a_gpu_of_its_own() -> None:
 def test_a_generator_in_parts_has_a_gpu_for_each() -> None:
     dealt = deal(job(roles={"generator": {"workers": 2, "tensorParallel": 2}}), NODE)
     assert dealt == {("trainer", 0): ["0"], ("generator", 0): ["1", "2"], ("generator", 1): ["3", "4"]}
-    with pytest.raises(
-        InvalidRequest, match=r"5 processes need a GPU each \(trainer 1, generator 4\), but there are 4"
-    ):
+    said = r"5 processes need a GPU each \(trainer 1, generator 4\), but there are 4"
+    with pytest.raises(InvalidRequest, match=said):
         deal(job(roles={"generator": {"workers": 2, "tensorParallel": 2}}), NODE[:4])
 
 
 def test_too_few_gpus_are_refused_unless_the_job_shares_them() -> None:
-    with pytest.raises(
-        InvalidRequest, match=r"5 processes need a GPU each \(trainer 2, generator 2, reference 1\), but there"
-    ):
+    said = r"5 processes need a GPU each \(trainer 2, generator 2, reference 1\), but there"
+    with pytest.raises(InvalidRequest, match=said):
         deal(job(algorithm={"klCoefficient": 0.1}), NODE[:3])
     dealt = deal(job(share_gpus=True, algorithm={"klCoefficient": 0.1}), NODE[:3])
     assert dealt[("trainer", 0)] == ["0", "1"]

@@ -252,9 +252,7 @@ SUITE = Suite("it", tests=("tests/*/*/test_*.py",), text="def test_it", modules=
         (SUITE, "constraints.txt", ALL | {"run"}),
     ],
 )
-def test_a_change_makes_the_test_files_that_reach_it_due(
-    repository: Repository, suite: Suite, changed: str, wanted: set[str]
-) -> None:
+def test_a_change_makes_tests_of_it_due(repository: Repository, suite: Suite, changed: str, wanted: set[str]) -> None:
     due = suites.due_files(suite, repository, [Path(changed)])
     assert {path.stem.removeprefix("test_") for path in due} == wanted
     assert set(due.values()) <= {Path(changed)}

@@ -223,12 +223,10 @@ async def follow(steps: list[tuple[Any, ...]]) -> None:
                     await getattr(message, how)()
                 ended |= {index} if how != "in_progress" else set()
                 model.end(how, name, message.id, model_delivery)
-    await everything_arrives(transport, clock, model, inboxes)
+    await all_arrive(transport, clock, model, inboxes)
 
 
-async def everything_arrives(
-    transport: MemoryTransport, clock: FakeClock, model: Model, inboxes: dict[str, Subscription]
-) -> None:
+async def all_arrive(broker: MemoryTransport, clock: FakeClock, model: Model, inboxes: dict[str, Subscription]) -> None:
     """Assert that in the end each name acknowledged each message, or it is dead-lettered."""
     for _ in range(60):
         for name, inbox in inboxes.items():
@@ -240,11 +238,11 @@ async def everything_arrives(
         await clock.advance(1.0)
         model.pass_time(1.0)
     assert {kind for kind, _ in model.state.values()} <= {"done", "dead"}
-    watch = await transport.watch(DEAD)
+    watch = await broker.watch(DEAD)
     letters = [dead_letters.decode(m.data) for m in await watch.pull(1000, 0.0)]
     dead = sorted((letter.consumer, letter.id) for letter in letters)
     assert dead == sorted(key for key, (kind, _) in model.state.items() if kind == "dead")
-    assert not transport._subjects[SUBJECT].stored
+    assert not broker._subjects[SUBJECT].stored
 
 
 class HeldConnection:
@@ -308,9 +306,7 @@ async def test_a_pull_cancelled_during_a_dead_letter_loses_no_message() -> None:
     assert [data for _, data in connection.asked] == [b"+ACK"]
 
 
-async def test_messages_that_arrive_after_leaving_a_busy_server_are_handed_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_messages_that_come_after_leaving_a_busy_server_are_handed_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server takes longer to confirm than the transport waits."""
     monkeypatch.setattr(module, "_UNSUBSCRIBE_SECONDS", 0.01)
     connection = HeldConnection()
