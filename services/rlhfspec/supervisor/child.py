@@ -112,8 +112,7 @@ class Child:
     def kill(self, why: str = "") -> None:
         self._verdict = self._verdict or why
         if self.pid is not None:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)  # `Process.kill` may take the exit code from a waiting task
+            kill([self.pid])  # `Process.kill` may take the exit code from a waiting task
             self._kill_family()
 
     def is_held(self) -> bool:

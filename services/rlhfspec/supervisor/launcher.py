@@ -12,17 +12,16 @@ import gc
 import json
 import os
 import runpy
-import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
 from rlhfspec.errors import ServerFailed
 from rlhfspec.messages.loop import STAGES
+from rlhfspec.messages.servers.guardian import kill
 from rlhfspec.worker.process import STARTED, end_with_the_supervisor
 
 PR_SET_NAME = 15
@@ -152,8 +151,7 @@ class Launcher:
 
     def _kill(self) -> None:
         if (pid := self.pid) is not None:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            kill([pid])
 
 
 # --- the launcher's own side -------------------------------------------------------------------------------------

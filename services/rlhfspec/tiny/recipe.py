@@ -51,38 +51,20 @@ TARGET_RECIPE = Recipe(name="target", num_layers=4, hidden_size=256, intermediat
 DRAFT = Recipe(
     name="draft", num_layers=1, hidden_size=128, intermediate_size=384, num_heads=2, num_steps=260, learning_rate=1e-2
 )
-WIDE = Recipe(
-    name="wide",
-    num_layers=4,
-    hidden_size=256,
-    intermediate_size=24576,
-    num_heads=4,
-    num_steps=TARGET_RECIPE.num_steps,
-    widened_from_intermediate=TARGET_RECIPE.intermediate_size,
+WIDE = replace(
+    TARGET_RECIPE, name="wide", intermediate_size=24576, widened_from_intermediate=TARGET_RECIPE.intermediate_size
 )
 LIBRARY = replace(TARGET_RECIPE, name="library", num_steps=400, task="library")
 LIBRARY_DRAFT = replace(DRAFT, name="library-draft", num_steps=180, task="library")
 LIBRARY_WIDE = replace(WIDE, name="library-wide", num_steps=LIBRARY.num_steps, task="library")
 SUMS = Recipe(
-    name="sums",
-    num_layers=2,
-    hidden_size=128,
-    intermediate_size=384,
-    num_heads=4,
-    num_steps=560,
-    learning_rate=1e-2,
+    name="sums", num_layers=2, hidden_size=128, intermediate_size=384, num_heads=4, num_steps=560, learning_rate=1e-2,
     task="sums",
-)
+)  # fmt: skip
 SUMS_DRAFT = Recipe(
-    name="sums-draft",
-    num_layers=1,
-    hidden_size=64,
-    intermediate_size=160,
-    num_heads=2,
-    num_steps=300,
-    learning_rate=1.5e-2,
-    task="sums",
-)
+    name="sums-draft", num_layers=1, hidden_size=64, intermediate_size=160, num_heads=2, num_steps=300,
+    learning_rate=1.5e-2, task="sums",
+)  # fmt: skip
 RECIPES = {
     recipe.name: recipe
     for recipe in (TARGET_RECIPE, DRAFT, WIDE, LIBRARY, LIBRARY_DRAFT, LIBRARY_WIDE, SUMS, SUMS_DRAFT)
