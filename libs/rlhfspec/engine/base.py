@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 MOST_RANGE_BYTES = 4 << 20  # of one range, which takes about a millisecond to copy between two steps
 Bytes = npt.NDArray[np.uint8]
+MOST_TOP_LOG_PROBS = 20
+TopLogProbs = tuple[tuple[int, float], ...]  # (token id, log-prob under the sampling distribution), the best first
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -30,6 +32,8 @@ class Request:
     history: tuple[tuple[int, ...], ...] = ()  # earlier rollouts of the same prompt, for the suffix drafter
     weights_version: int | None = None  # None: the loaded ones
     stays: bool = False  # keep the KV after finishing for `extend`, while its memory is not needed
+    top_log_probs: int = 0  # how many of the best tokens at each position to report in Gain
+    priority: int = 0  # a higher one gets a row first, if need be one of a running sequence, which waits meanwhile
 
     def __post_init__(self) -> None:
         for name in ("seed", "weights_version"):
@@ -76,6 +80,7 @@ class Gain:
     log_probs: FloatArray
     tempered_log_probs: FloatArray
     finish_reason: FinishReason | None = None  # None: not finished
+    top_log_probs: tuple[TopLogProbs, ...] = ()  # per token, if the request asks for them
 
     @classmethod
     def of_completion(cls, done: Completion, *, since: int = 0) -> Gain:

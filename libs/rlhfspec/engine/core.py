@@ -116,7 +116,7 @@ class Engine(Moves):
         self.validate(request)
         sequence = self.state.new_sequence(request, Generated.of_prompt(request.prompt_token_ids))
         self.state.sequences[request.id] = sequence
-        self.scheduler.waiting.append(sequence)
+        self.scheduler.enqueue(sequence)
 
     @property
     def has_work(self) -> bool:
@@ -157,7 +157,7 @@ class Engine(Moves):
             proposal, walk, num_committed=int(kept[: len(decode_rows)].sum()),
             verify_seconds=verify_seconds, step_seconds=time.perf_counter() - began,
         )  # fmt: skip
-        gains = commit.StepGains(state, new, kept, reasons)
+        gains = commit.StepGains(state, new, kept, reasons, verify.top_log_probs(state, new, kept, sampled))
         finished = [self._finish(row, reason) for row, reason in reasons.items()]
         report = self._report(began, schedule, gains, finished, forest.size, int(kept.sum()), proposal.plan)
         if self.learning is not None:
@@ -216,8 +216,9 @@ class Engine(Moves):
         )
 
     def extend(
-        self, request_id: str, token_ids: SequenceOf[int], *, seed: int, params: SamplingParams | None = None
-    ) -> None:
+        self, request_id: str, token_ids: SequenceOf[int], *, seed: int, params: SamplingParams | None = None,
+        top_log_probs: int = 0,
+    ) -> None:  # fmt: skip
         """Continue a finished sequence that `stays`, as a new request whose prompt is all its tokens plus `token_ids`.
 
         Response positions restart at 0, so that noise would repeat unless every turn has its own `seed`.
@@ -228,7 +229,10 @@ class Engine(Moves):
                 "request_id", request_id, "is not kept here: it must be submitted with stays=True and have finished"
             )
         prompt = (*stayed.generated.token_ids.tolist(), *token_ids)
-        request = replace(stayed.request, prompt_token_ids=prompt, seed=seed, params=params or stayed.request.params)
+        params = params or stayed.request.params
+        request = replace(
+            stayed.request, prompt_token_ids=prompt, seed=seed, params=params, top_log_probs=top_log_probs
+        )
         self.state.validate(request)
         self.scheduler.extend(self.state.new_sequence(request, Generated.of_prompt(prompt)))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rlhfspec.engine.base import MOST_TOP_LOG_PROBS
 from rlhfspec.engine.params import SamplingParams, is_int
 from rlhfspec.errors import InvalidRequest, WeightsVersionError
 
@@ -24,6 +25,9 @@ def check_types(request: Request) -> None:
         ("history", isinstance(request.history, tuple) and all(map(_are_ids, request.history)),
          "must be a tuple of tuples of whole numbers"),
         ("weights_version", version is None or is_int(version), "must be a whole number, or None"),
+        ("top_log_probs", is_int(request.top_log_probs) and 0 <= request.top_log_probs <= MOST_TOP_LOG_PROBS,
+         f"must be a whole number from 0 to {MOST_TOP_LOG_PROBS}"),
+        ("priority", is_int(request.priority), "must be a whole number"),
         ("stays", isinstance(request.stays, bool), "must be true or false"),
     )  # fmt: skip
     for name, holds, problem in checks:

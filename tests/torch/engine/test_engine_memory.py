@@ -106,7 +106,10 @@ class Memory(RuleBasedStateMachine):
         params = SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True)
         for _ in range(again):
             seed = len(self.asked)
-            asked = Request(id=f"r{seed}", prompt_token_ids=PROMPTS[prompt], params=params, seed=seed, stays=stays)
+            asked = Request(
+                id=f"r{seed}", prompt_token_ids=PROMPTS[prompt], params=params, seed=seed, stays=stays,
+                priority=2 * (seed % 3 == 1),
+            )  # fmt: skip
             self.asked[asked.id] = asked
             self.left.add(asked.id)
             self.prompts.add(asked.prompt_token_ids)
@@ -166,7 +169,7 @@ class Memory(RuleBasedStateMachine):
                 assert len(prompt) + stayed.request.params.max_tokens > 80
                 return
             asked = self.asked[name]
-            self.asked[name] = Request(id=name, prompt_token_ids=prompt, params=asked.params, seed=seed, stays=True)
+            self.asked[name] = replace(asked, prompt_token_ids=prompt, seed=seed)
             self.prompts.add(prompt)
             Memory.seen["extended with its KV" if stayed.resting else "extended without"] += 1
 

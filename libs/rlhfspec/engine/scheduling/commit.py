@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 
 from rlhfspec.common.arrays import IntArray
-from rlhfspec.engine.base import FinishReason, Gain
+from rlhfspec.engine.base import FinishReason, Gain, TopLogProbs
 from rlhfspec.engine.drafting.base import Forest
 from rlhfspec.engine.drafting.tree import Walk
 from rlhfspec.engine.kv.state import EngineState
@@ -93,8 +93,15 @@ def count(rows: RowTable, decode_rows: IntArray, forest: Forest, new: Committed,
 class StepGains(Iterable[Gain]):
     """Tokens that sequences gained in a step, built on iteration."""
 
-    def __init__(self, state: EngineState, new: Committed, kept: IntArray, reasons: Mapping[int, FinishReason]) -> None:
-        rows, self._new, self._kept = new.rows.tolist(), new, kept
+    def __init__(
+        self,
+        state: EngineState,
+        new: Committed,
+        kept: IntArray,
+        reasons: Mapping[int, FinishReason],
+        top: Mapping[int, tuple[TopLogProbs, ...]],
+    ) -> None:
+        rows, self._new, self._kept, self._top = new.rows.tolist(), new, kept, top
         self._ids = [state.by_row[row].request.id for row in rows]
         self._reasons = {rows.index(row): reason for row, reason in reasons.items()}
 
@@ -107,4 +114,5 @@ class StepGains(Iterable[Gain]):
                 log_probs=new.log_probs[index, :num_kept],
                 tempered_log_probs=new.tempered[index, :num_kept],
                 finish_reason=self._reasons.get(index),
+                top_log_probs=self._top.get(index, ()),
             )

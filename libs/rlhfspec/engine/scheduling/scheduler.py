@@ -54,7 +54,7 @@ class Scheduler:
         self.state = state
         self.pool = state.pool
         self.rows = state.rows
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: deque[Sequence] = deque()  # higher priorities first
         self.running: list[Sequence] = []  # the youngest is preempted first
         self.away: dict[str, Sequence] = {}  # exported, until they are cancelled or taken back
         self.arriving: dict[str, Sequence] = {}  # hold rows and blocks for what another engine sends
@@ -77,11 +77,27 @@ class Scheduler:
         if self.find(request_id) is not None:
             raise InvalidRequest("id", request_id, "is already in the engine")
 
+    def enqueue(self, sequence: Sequence, *, first: bool = False) -> None:
+        """Let a sequence wait behind those of its priority, or `first` among them."""
+        own = sequence.request.priority
+        before = (each.request.priority > own - (not first) for each in self.waiting)
+        self.waiting.insert(sum(before), sequence)
+
     def admit(self) -> None:
+        self._make_way()
         self._admit()
         while self.waiting and not self.running and self.reclaim((*self.away.values(), *self.arriving.values())):
             self._admit()  # nothing runs, so only moving sequences can make room
         self.prefixes.copy_tails()
+
+    def _make_way(self) -> None:
+        """Preempt the youngest sequences of lower priority than those that wait, if these find no free row."""
+        for num_first, urgent in enumerate(list(self.waiting)):
+            if num_first >= len(self.rows.free_rows):
+                lower = [each for each in self.running if each.request.priority < urgent.request.priority]
+                if not lower:
+                    return
+                self.preempt(lower[-1])
 
     def _admit(self) -> None:
         """Admit waiting sequences, except those whose prefix another sequence is computing."""
@@ -153,7 +169,7 @@ class Scheduler:
         self.num_preemptions += 1
         self.running.remove(sequence)
         self._leave_row(sequence)
-        self.waiting.appendleft(sequence)
+        self.enqueue(sequence, first=True)
 
     def remove(self, sequence: Sequence) -> None:
         request_id = sequence.request.id
@@ -180,7 +196,7 @@ class Scheduler:
             longer.prefix, longer.resting = stayed.prefix, stayed.resting
             longer.blocks, longer.num_shared_blocks = stayed.blocks, stayed.num_shared_blocks
         self.state.sequences[longer.request.id] = longer
-        self.waiting.append(longer)
+        self.enqueue(longer)
 
     def give_way(self) -> bool:
         """Free the KV that one sequence keeps without a row. Return False if there is none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,9 +10,11 @@ import numpy.typing as npt
 import torch
 
 from rlhfspec.common.arrays import BoolArray, FloatArray, IntArray, concatenate_ranges
+from rlhfspec.engine.base import TopLogProbs
 from rlhfspec.engine.drafting.base import Forest
 from rlhfspec.engine.drafting.tree import Walk, ancestors
 from rlhfspec.engine.kv.state import EngineState
+from rlhfspec.engine.params import SamplingParams
 from rlhfspec.engine.scheduling.scheduler import StepRows
 from rlhfspec.engine.scheduling.sequences import RowTable
 from rlhfspec.kernels import gumbel
@@ -159,3 +162,30 @@ def gather(batch: VerifyBatch, walk: Walk, num_decode: int, sampled: SampledToke
         finite=sampled.finite[path],
         counts=counts,
     )
+
+
+def top_log_probs(
+    state: EngineState, new: Committed, kept: IntArray, sampled: SampledTokens
+) -> dict[int, tuple[TopLogProbs, ...]]:
+    """Return the best tokens at each position of the sequences that ask for them, by index in `new`."""
+    found: dict[int, tuple[TopLogProbs, ...]] = {}
+    for index, row in enumerate(new.rows.tolist()):
+        request = state.by_row[row].request
+        if request.top_log_probs:
+            logits = sampled.logits[torch.as_tensor(new.places[index, : kept[index]])].double()
+            values, ids = _best(logits, request.params, request.top_log_probs)
+            found[index] = tuple(
+                tuple(pair for pair in zip(tokens, log_probs, strict=True) if pair[1] > -math.inf)
+                for tokens, log_probs in zip(ids.tolist(), values.tolist(), strict=True)
+            )
+    return found
+
+
+def _best(logits: torch.Tensor, params: SamplingParams, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probs and ids of the best tokens under the distribution sampled from; at temperature 0, of one."""
+    if params.temperature == 0:
+        return logits.max(1, keepdim=True).values * 0, logits.argmax(1, keepdim=True)
+    each = torch.ones(len(logits), device=logits.device)
+    kept = gumbel.kept_tokens(logits, each * params.temperature, (each * params.top_k).int(), each * params.top_p)
+    distribution = (logits / params.temperature).masked_fill(~kept, -torch.inf).log_softmax(1)
+    return distribution.topk(min(count, logits.shape[1]), dim=1)

@@ -1,0 +1,43 @@
+"""Priorities: who gets a row first. Tokens never depend on them."""
+
+from dataclasses import replace
+
+from moving import alone, bits, drain, make, request
+
+from rlhfspec.engine import Engine
+
+
+def full_engine() -> Engine:
+    engine = make(max_sequences=2)
+    for index in range(3):
+        engine.submit(request(f"rollout {index}", seed=index))
+    for _ in range(3):
+        engine.step()
+    assert [engine.stats().num_running, engine.stats().num_waiting] == [2, 1]
+    return engine
+
+
+def test_a_higher_priority_takes_the_row_of_the_youngest_and_changes_no_token() -> None:
+    engine = full_engine()
+    engine.submit(replace(request("chat", seed=9), priority=2))
+    engine.step()
+    running = {view.id: view.is_waiting for view in engine.sequences()}
+    assert running == {"rollout 0": False, "chat": False, "rollout 1": True, "rollout 2": True}
+    assert engine.stats().num_preemptions == 1
+    done = drain(engine)
+    assert [name for name in done if name.startswith("rollout")] == ["rollout 0", "rollout 1", "rollout 2"]
+    assert all(bits(done[f"rollout {index}"]) == alone(seed=index) for index in range(3))
+    assert bits(done["chat"]) == alone(seed=9)
+    engine.check_integrity()
+
+
+def test_equal_priorities_wait_in_their_order_and_preempt_nobody() -> None:
+    engine = full_engine()
+    for name in ("a", "b", "c"):
+        engine.submit(replace(request(name), priority=2))
+    engine.step()
+    assert [view.id for view in engine.sequences() if not view.is_waiting] == ["a", "b"]
+    assert [sequence.request.id for sequence in engine.scheduler.waiting] == [
+        "c", "rollout 0", "rollout 1", "rollout 2"
+    ]  # fmt: skip
+    assert engine.stats().num_preemptions == 2
