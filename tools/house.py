@@ -24,6 +24,7 @@ MOST_LINES_OF_A_FUNCTION = 60
 # Where a process, or what stands for one, ends: nobody above could do better than to say what was raised.
 MAY_CATCH_ALL = {
     "rlhfspec.bench.rivals.serve",
+    "rlhfspec.door.calls",  # whatever ends the engine ends its calls
     "rlhfspec.engine.vllm.inside.serve",
     "rlhfspec.training.scoring.rewards.user_code",
     "rlhfspec.worker.process",

@@ -13,6 +13,7 @@ from typing import Any
 from rlhfspec.common.awake_clock import AwakeClock
 from rlhfspec.common.ranks import rank_told
 from rlhfspec.errors import InvalidRequest
+from rlhfspec.generator.service import GeneratorService
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.choices.weight_stores import WEIGHT_STORES
 from rlhfspec.messages.loop import MOST_PENDING, workers_of
@@ -34,9 +35,12 @@ from rlhfspec.stage.vitals import Vitals
 from rlhfspec.supervisor.job_run import JobRun, Say
 from rlhfspec.telemetry.opening import watching
 from rlhfspec.trainer.service import TrainerService
+from rlhfspec.training.data import load_tokenizer
 from rlhfspec.training.weights.base import StorePlace, WeightStore
 from rlhfspec.worker.ends import MoveEndpoint
 from rlhfspec.worker.worker import incarnation_of
+
+_SERVED_AT = "127.0.0.1"
 
 
 class LocalRun(JobRun):
@@ -72,6 +76,19 @@ class LocalRun(JobRun):
                 self._services.append(service)
                 self._leaving.callback(service.close)
         self._check_columns()
+        if self.serve_port is not None:
+            self._services.append(self._gateway(self.serve_port))
+
+    def _gateway(self, port: int) -> Service:
+        try:
+            from rlhfspec.door.server import PolicyDoor
+            from rlhfspec.gateway.service import GatewayService
+        except ModuleNotFoundError as error:
+            problem = "needs a package that is not installed: pip install 'rlhfspec[run,serve]'"
+            raise InvalidRequest("--serve", error.name, problem) from None
+        calls = next(service for service in self._services if isinstance(service, GeneratorService)).for_clients()
+        door = PolicyDoor(calls, load_tokenizer(self._job.spec.model), name=self._job.metadata.name)
+        return GatewayService(self._vitals, door, _SERVED_AT, port, self.say)
 
     def _move_endpoint(self, worker: int) -> MoveEndpoint:
         info = WorkerInfo(

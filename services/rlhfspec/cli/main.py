@@ -9,7 +9,20 @@ from typing import Annotated
 import typer
 
 from rlhfspec.cli.beside import WithCommandsBeside
-from rlhfspec.cli.commands import compare, dashboard, drafter, explain_moves, export, job, plan, run, tiny, top, trace
+from rlhfspec.cli.commands import (
+    compare,
+    dashboard,
+    drafter,
+    explain_moves,
+    export,
+    job,
+    plan,
+    run,
+    serve,
+    tiny,
+    top,
+    trace,
+)
 
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # StatusLine shows progress instead
 
@@ -27,6 +40,7 @@ app.command()(plan.plan)
 app.command()(run.run)
 app.command()(compare.compare)
 app.command()(export.export)
+app.command()(serve.serve)
 app.command()(top.top)
 app.command()(dashboard.dashboard)
 app.command()(trace.trace)

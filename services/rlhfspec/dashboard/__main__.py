@@ -13,9 +13,10 @@ from pathlib import Path
 from rlhfspec.cluster import names
 from rlhfspec.cluster.access import KubeAccess
 from rlhfspec.cluster.api import Api
+from rlhfspec.common.web import serve
 from rlhfspec.dashboard.access import ClusterAccess
 from rlhfspec.dashboard.jobs.cluster import ClusterSource, Servers
-from rlhfspec.dashboard.server import Dashboard, serve
+from rlhfspec.dashboard.server import Dashboard
 from rlhfspec.errors import InvalidRequest, RLHFSpecError
 from rlhfspec.worker import exits
 
@@ -67,7 +68,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
     async with Api(KubeAccess(kubeconfig), agent="rlhfspec-dashboard", deadline_seconds=0.0) as api:
         source = ClusterSource(api, servers, namespaces=arguments.namespace)
         await serve(
-            Dashboard(source, ClusterAccess(api)), arguments.host, arguments.port,
+            Dashboard(source, ClusterAccess(api)).app(), arguments.host, arguments.port,
             tls=_tls(arguments.tls_cert, arguments.tls_key),
             ready=lambda port: log.info("listening on port %d", port),
         )  # fmt: skip

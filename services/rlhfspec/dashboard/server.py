@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import signal
-import ssl
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -27,7 +25,6 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 KEEP_ALIVE_SECONDS = 15.0
 _SLOW_READER_SECONDS = 10.0  # a slower reader is disconnected
 _JOB_LIST_SECONDS = 1.0
-_END_SECONDS = 2.0  # for pending responses; streams end at once
 MOST_STREAMS = 500
 MOST_STREAMS_OF_ONE = 20  # per visitor, over all tokens
 OF_LOGS = ("samples", "last_words")  # events for users who may read logs
@@ -323,29 +320,6 @@ class Dashboard:
                 async with asyncio.timeout_at(beat_at):
                     event = await reader.queue.get()
                 data = b"" if event.name in reader.hidden else event.encoded()
-
-
-async def serve(
-    dashboard: Dashboard, host: str, port: int, *, tls: ssl.SSLContext | None = None, ready: Callable[[int], None]
-) -> None:
-    """Serve until SIGINT or SIGTERM. `ready` gets the port; 0 picks a free one."""
-    # Cancellation frees the slot of a closed page at once, not at the next heartbeat.
-    app = dashboard.app()
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=_END_SECONDS, handler_cancellation=True)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, host, port, ssl_context=tls)
-        try:
-            await site.start()
-        except OSError as error:
-            raise InvalidRequest("--port", port, f"cannot listen on this port: {error.strerror}") from None
-        ending = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, ending.set)
-        ready(runner.addresses[0][1])
-        await ending.wait()
-    finally:
-        await runner.cleanup()
 
 
 def _cookie(request: web.Request) -> str:

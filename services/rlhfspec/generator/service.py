@@ -4,9 +4,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from rlhfspec.engine.base import Completion, EngineProtocol
+from rlhfspec.errors import InvalidRequest
 from rlhfspec.generator.learnt import LearntSharing
 from rlhfspec.generator.load import LoadMeter
 from rlhfspec.generator.moving import OwnMoves, PromptCustody, assert_empty
@@ -14,17 +15,21 @@ from rlhfspec.generator.samples import Histories, request_of, sample_of, samplin
 from rlhfspec.generator.state import GeneratorState
 from rlhfspec.job import RLHFJob
 from rlhfspec.messages.records import DraftWeights, Load, Move, Plan, Prompt, Record, Sample, Weights, WorkerInfo
-from rlhfspec.moves.migration.engine_calls import EngineCalls
+from rlhfspec.moves.migration.engine_calls import EngineCalls, EngineStopped
 from rlhfspec.stage.base import PULL_SECONDS, Service
 from rlhfspec.stage.bus import Delivery, Inbox, give_back
 from rlhfspec.stage.context import GeneratorContext
 from rlhfspec.stage.new_weights import load_newest
 from rlhfspec.stage.tasks import together
 
+if TYPE_CHECKING:
+    from rlhfspec.door.calls import ClientCalls
+
 log = logging.getLogger("rlhfspec.stage")
 BURST_SECONDS = 0.05  # longest run of engine steps without a look at arrivals; a finished sample ends it sooner
 ON_THE_WAY_SECONDS = 0.05
 _REPORT_SECONDS = 0.5
+_MOST_KEPT = 64  # conversations of clients whose KV stays while it is not needed
 _R = TypeVar("_R", bound=Record)
 
 
@@ -50,6 +55,7 @@ class GeneratorService(Service):
             incarnation=context.move_endpoint.incarnation if context.move_endpoint else "",
             sequences=self._movable.sequences if self._movable else tuple,
         )  # fmt: skip
+        self._clients: ClientCalls | None = None
         self._learnt: LearntSharing | None = None
         if (learner := engine.abilities.learning) is not None:
             self._learnt = LearntSharing(
@@ -59,6 +65,17 @@ class GeneratorService(Service):
         if context.hosted_scoring is not None:
             self.leaving.callback(context.hosted_scoring.close)
         self._publishing: asyncio.Task[None] | None = None  # the samples of the last burst
+
+    def for_clients(self) -> ClientCalls:
+        """Return the calls of clients into this generator, which get rows before samples do."""
+        from rlhfspec.door.calls import ClientCalls
+        from rlhfspec.engine.core import Engine
+
+        if not isinstance(self._engine, Engine) or self._context.move_endpoint is not None:
+            problem = "needs generation.engine: own and roles.generator.workers: 1"
+            raise InvalidRequest("--serve", self._meter.name, problem)
+        self._clients = ClientCalls(self._engine, self._calls, most_kept=_MOST_KEPT)
+        return self._clients
 
     async def run(self) -> None:
         state, learnt = self.state, self._learnt
@@ -80,6 +97,8 @@ class GeneratorService(Service):
                 await self._leave()
             finally:
                 self._calls.close()
+                if self._clients is not None:
+                    self._clients.end(EngineStopped())
                 for part in (self._publishing, learnt):
                     if part is not None:
                         part.cancel()
@@ -133,6 +152,8 @@ class GeneratorService(Service):
     async def _step(self) -> list[Completion]:
         running = self.state.running
         what = f"generating {len(running)} samples, the first {next(iter(running), 'gone')}"
+        if self._clients is not None and not running:
+            what = "answering clients"
         with self.vitals.working(what, deadline_seconds=self._deadline) as worked:
             finished = await self.in_thread(self._burst)
         self.state.worked(worked.seconds)
@@ -148,7 +169,7 @@ class GeneratorService(Service):
             self._meter.stepped(report)
             if report.num_prefill_tokens and self._moves is not None:
                 self._moves.mover.costs.learn_prefill(1, self._meter.prefill_seconds)
-            finished.extend(report.finished)
+            finished.extend(report.finished if self._clients is None else self._clients.stepped(report))
             self._calls.run()
             if self.state.news.is_set():
                 break
@@ -243,6 +264,8 @@ class GeneratorService(Service):
     async def _leave(self) -> None:
         """Move running samples to other generators, return other prompts, and share the last learnt drafter."""
         num_running = len(self.state.running)
+        if self._clients is not None:
+            await self.in_thread(self._clients.leave)
         if self._moves is not None:
             with self.vitals.working("moving running samples to other generators", deadline_seconds=self._deadline):
                 await self._move_away(self._moves)

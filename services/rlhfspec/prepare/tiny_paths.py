@@ -27,19 +27,20 @@ def with_tiny_paths(job: RLHFJob, report: Callable[[str], None]) -> RLHFJob:
     model, dataset = job.spec.model, job.spec.dataset
     evaluation = job.spec.evaluation
     if evaluation is not None and evaluation.path is not None:
-        evaluation = evaluation.model_copy(update={"path": _made(evaluation.path, report)})
-    paths = {name: _made(path, report) for name, path in named_models(model).items()}
+        evaluation = evaluation.model_copy(update={"path": made(evaluation.path, report)})
+    paths = {name: made(path, report) for name, path in named_models(model).items()}
     spec = job.spec.model_copy(
         update={
             "model": model.model_copy(update=paths),
-            "dataset": dataset.model_copy(update={"path": _made(dataset.path, report)}),
+            "dataset": dataset.model_copy(update={"path": made(dataset.path, report)}),
             "evaluation": evaluation,
         }
     )
     return job.model_copy(update={"spec": spec})
 
 
-def _made(path: str, report: Callable[[str], None]) -> str:
+def made(path: str, report: Callable[[str], None]) -> str:
+    """Return the folder of a model or the file of a dataset that this machine makes; any other path as it is."""
     if not is_made_here(path):
         return path
     from rlhfspec.tiny.paths import resolve

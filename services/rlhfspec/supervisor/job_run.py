@@ -26,6 +26,7 @@ class JobRun(ABC):
 
     def __init__(self, job: RLHFJob, base_folder: Path, folder: RunFolder, view: View) -> None:
         self.folder = folder
+        self.serve_port: int | None = None  # for clients of the policy; None: there is no server
         self.stop = asyncio.Event()
         self.runner = asyncio.Runner()
         self._job = job

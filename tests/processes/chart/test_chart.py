@@ -37,7 +37,7 @@ def test_generated_chart_files_are_up_to_date() -> None:
     assert not [str(path.relative_to(ROOT)) for path, text in made.items() if path.read_text() != text], "make chart"
 
 
-NO_PODS = {"cli", "supervisor", "tiny"}  # folders of services that no pod runs
+NO_PODS = {"cli", "gateway", "supervisor", "tiny"}  # folders of services that no pod runs
 
 
 def test_stages_agree_in_the_chart_the_images_and_the_network_map() -> None:

@@ -15,13 +15,14 @@ from aiohttp import web
 from api_servers import serving
 from dashboards import Stream, served, visited, visiting, write_run
 
+from rlhfspec.common.web import serve
 from rlhfspec.dashboard import server as server_module
 from rlhfspec.dashboard.access import Visitor, What
 from rlhfspec.dashboard.jobs.cluster import ClusterSource, Servers, last_words_of, pod_of
 from rlhfspec.dashboard.jobs.laptop import LaptopSource
 from rlhfspec.dashboard.jobs.source import JobDetail, JobHead, JobKey, RunFolderInfo
 from rlhfspec.dashboard.live.readers import EventStream, ServerSentEvent
-from rlhfspec.dashboard.server import MOST_STREAMS_OF_ONE, serve
+from rlhfspec.dashboard.server import MOST_STREAMS_OF_ONE
 from rlhfspec.stage.tasks import ended
 
 JOB = "/api/jobs/laptop/run"
@@ -86,7 +87,7 @@ async def test_reloading_a_page_does_not_use_up_the_streams_of_a_visitor(tmp_pat
     """A closed stream frees its slot even without events."""
     dashboard = server_module.Dashboard(LaptopSource([write_run(tmp_path / "run")]), People(a=("jobs",)))
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(serve(dashboard, "127.0.0.1", 0, ready=port.set_result))
+    task = asyncio.create_task(serve(dashboard.app(), "127.0.0.1", 0, ready=port.set_result))
     url = f"http://127.0.0.1:{await port}/api/events"
     for _ in range(3 * MOST_STREAMS_OF_ONE):
         async with visiting("a") as session, Stream(session, url) as stream:

@@ -22,9 +22,10 @@ def dashboard(runs: Runs, port: Port = 8000) -> None:
             if not run.is_dir():
                 raise InvalidRequest("RUN", str(run), "is not a folder")
         try:
+            from rlhfspec.common.web import serve
             from rlhfspec.dashboard.access import LaptopAccess
             from rlhfspec.dashboard.jobs.laptop import LaptopSource
-            from rlhfspec.dashboard.server import Dashboard, serve
+            from rlhfspec.dashboard.server import Dashboard
         except ModuleNotFoundError as error:
             problem = "needs a package that is not installed: pip install 'rlhfspec[dashboard,processes]'"
             raise InvalidRequest("dashboard", error.name, problem) from None
@@ -33,4 +34,4 @@ def dashboard(runs: Runs, port: Port = 8000) -> None:
         def ready(at: int) -> None:
             typer.echo(f"http://{_DASHBOARD_HOST}:{at}/?token={access.token}")
 
-        asyncio.run(serve(Dashboard(LaptopSource(runs), access), _DASHBOARD_HOST, port, ready=ready))
+        asyncio.run(serve(Dashboard(LaptopSource(runs), access).app(), _DASHBOARD_HOST, port, ready=ready))

@@ -35,9 +35,19 @@ Resume = Annotated[bool, typer.Option("--resume", help="Continue from the last c
 Processes = Annotated[
     bool, typer.Option("--processes", help="Run every worker in a process of its own (docs/processes.md).")
 ]
+Serve = Annotated[
+    int | None,
+    typer.Option(
+        "--serve", metavar="PORT", min=0, max=65535, show_default=False,
+        help="Answer OpenAI clients on this port while the policy trains (docs/serving.md); 0: any free port.",
+    ),
+]  # fmt: skip
 
 
-def run(job: Job, overrides: Set = None, out: Out = None, resume: Resume = False, processes: Processes = False) -> None:
+def run(
+    job: Job, overrides: Set = None, out: Out = None, resume: Resume = False, processes: Processes = False,
+    serve: Serve = None,
+) -> None:  # fmt: skip
     """Run a job. Ctrl-C finishes the step, writes a checkpoint and stops.
 
     All stages run in this process; --processes gives every worker a process of its own, restarted when it fails. Under
@@ -48,6 +58,8 @@ def run(job: Job, overrides: Set = None, out: Out = None, resume: Resume = False
         checked = read_job(job, overrides or [])
         check_engine(checked)
         told = rank_told(os.environ)
+        if processes and serve is not None:
+            raise InvalidRequest("--serve", serve, "is not possible with --processes yet")
         if processes and told.num_ranks > 1:
             problem = "starts the trainer's ranks itself (roles.trainer.ranksPerNode); do not use torchrun"
             raise InvalidRequest("--processes", f"WORLD_SIZE={told.num_ranks}", problem)
@@ -57,7 +69,7 @@ def run(job: Job, overrides: Set = None, out: Out = None, resume: Resume = False
         aside = left_aside(checked)
         if aside is not None:
             console.print(f"{job}: {aside}", markup=False, highlight=False, soft_wrap=True)
-        outcome = _run(checked, _Command(job, overrides or [], folder, resume, processes), console)
+        outcome = _run(checked, _Command(job, overrides or [], folder, resume, processes, serve), console)
     if outcome != "completed":
         raise typer.Exit(STOPPED if outcome == "stopped" else FAILED)
 
@@ -69,6 +81,7 @@ class _Command:
     out: Path
     resume: bool = False
     processes: bool = False
+    serve: int | None = None
 
     def to_go_on(self, more_steps: int | None) -> str:
         """Return the command that resumes the run, without secrets; `more_steps` replaces training.steps.
@@ -133,7 +146,9 @@ def _prepared(job: RLHFJob, command: _Command, folder: RunFolder, view: View, st
 
     for uid in end_dead_runs():
         status(f"removing what is left of run {uid}, whose supervisor died")
-    return kind(with_tiny_paths(job, status), command.job.absolute().parent, folder, view)
+    run = kind(with_tiny_paths(job, status), command.job.absolute().parent, folder, view)
+    run.serve_port = command.serve
+    return run
 
 
 def _local_run(status: StatusLine) -> type[JobRun]:

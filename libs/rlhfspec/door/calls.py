@@ -1,0 +1,200 @@
+"""Calls of clients into an engine, token by token."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from rlhfspec.engine.base import Completion, EngineStep, FinishReason, Gain, Request, TopLogProbs
+from rlhfspec.engine.core import Engine
+from rlhfspec.errors import RLHFSpecError, first_line
+from rlhfspec.moves.migration.engine_calls import EngineCalls, EngineStopped
+
+_PRIORITY = 2  # people wait; rollouts have 0
+log = logging.getLogger("rlhfspec.door")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gained:
+    """Tokens that a call gained in one step."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    tempered_log_probs: list[float]  # of the distribution sampled from
+    top_log_probs: tuple[TopLogProbs, ...]
+    weights_version: int
+    finish_reason: FinishReason | None = None
+    error: str = ""
+
+
+@dataclass(slots=True)
+class _OpenCall:
+    token_ids: list[int]  # prompt and response so far
+    name: str = ""  # in the engine
+    is_over: bool = False
+    queue: asyncio.Queue[Gained | RLHFSpecError] = field(default_factory=asyncio.Queue)
+
+
+class ClientCalls:
+    """Calls of clients into an engine. A call whose prompt continues an earlier one finds the KV of that one.
+
+    `between` runs functions between two steps of the engine; its owner passes each step's report to `stepped`.
+    """
+
+    def __init__(self, engine: Engine, between: EngineCalls, *, most_kept: int) -> None:
+        self.max_context = engine.state.config.max_context
+        self.eos_token_ids = frozenset(engine.state.eos_token_ids)
+        self._engine = engine
+        self._between = between
+        self._most_kept = most_kept  # conversations that may be continued with their KV
+        self._loop: asyncio.AbstractEventLoop | None = None  # that of the clients
+        self._open: dict[str, _OpenCall] = {}  # this and the next belong to the engine's thread
+        self._kept: OrderedDict[str, tuple[int, ...]] = OrderedDict()  # tokens of finished calls, the oldest first
+
+    @property
+    def weights_version(self) -> int:
+        return self._engine.weights_version
+
+    def validate(self, request: Request) -> None:
+        """Raise InvalidRequest, naming the field, if the engine can never run the request."""
+        self._engine.state.validate(request)
+
+    async def tokens(self, request: Request) -> AsyncGenerator[Gained, None]:
+        """Yield a request's gains until it finishes. Closing the iterator cancels the request."""
+        call = _OpenCall(list(request.prompt_token_ids))
+        self._loop = asyncio.get_running_loop()
+        try:
+            await self._between.call(lambda: self._begin(request, call))
+            while not call.is_over:
+                gained = await call.queue.get()
+                if isinstance(gained, RLHFSpecError):
+                    raise gained
+                call.is_over = gained.finish_reason is not None
+                yield gained
+        finally:
+            if not call.is_over:
+                with suppress(EngineStopped):
+                    self._between.call(lambda: self._cancel(call))
+
+    def stepped(self, report: EngineStep) -> list[Completion]:
+        """Hand each call what it gained in a step, and return the other completions."""
+        if not self._open:
+            return list(report.finished)
+        version, ours = self._engine.weights_version, set(self._open)
+        errors = {done.id: done.error for done in report.finished if done.finish_reason == "error"}
+        gains = [gain for gain in report.gains if gain.id in ours]
+        self._hand([(self._open[gain.id], _gained(gain, version, errors.get(gain.id, ""))) for gain in gains])
+        for gain in gains:
+            self._open[gain.id].token_ids.extend(gain.token_ids.tolist())
+            if gain.finish_reason is not None:
+                call = self._open.pop(gain.id)
+                if gain.finish_reason != "error":
+                    self._keep(gain.id, tuple(call.token_ids))
+        return [done for done in report.finished if done.id not in ours]
+
+    def end(self, error: RLHFSpecError) -> None:
+        """End all calls with this error."""
+        self._hand([(call, error) for call in self._open.values()])
+        self._open.clear()
+
+    def leave(self) -> None:
+        """End all calls with EngineStopped, and drop what the engine holds for them."""
+        for name in (*self._open, *self._kept):
+            self._engine.cancel(name)
+        self._kept.clear()
+        self.end(EngineStopped())
+
+    def _hand(self, gains: Sequence[tuple[_OpenCall, Gained | RLHFSpecError]]) -> None:
+        if gains and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(_put_all, gains)
+
+    def _begin(self, request: Request, call: _OpenCall) -> None:
+        prompt = request.prompt_token_ids
+        name = max((name for name, kept in self._kept.items() if _begins(prompt, kept)), key=self._length, default=None)
+        if name is None:
+            name = request.id
+            self._engine.submit(replace(request, stays=True, priority=_PRIORITY))
+        else:
+            self._engine.extend(
+                name, prompt[self._length(name) :], seed=request.seed, params=request.params,
+                top_log_probs=request.top_log_probs,
+            )  # fmt: skip
+            del self._kept[name]
+        call.name = name
+        self._open[name] = call
+
+    def _length(self, name: str) -> int:
+        return len(self._kept[name])
+
+    def _cancel(self, call: _OpenCall) -> None:
+        if self._open.pop(call.name, None) is not None:
+            self._engine.cancel(call.name)
+
+    def _keep(self, name: str, token_ids: tuple[int, ...]) -> None:
+        self._kept[name] = token_ids
+        if len(self._kept) > self._most_kept:
+            oldest, _ = self._kept.popitem(last=False)
+            self._engine.cancel(oldest)
+
+
+class EngineThread:
+    """Thread that steps an engine for the calls of clients alone."""
+
+    def __init__(self, engine: Engine, *, most_kept: int) -> None:
+        self._engine = engine
+        self._awake = threading.Event()
+        self._between = EngineCalls(self._awake.set)
+        self.calls = ClientCalls(engine, self._between, most_kept=most_kept)
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End open calls with EngineStopped, and the thread."""
+        self._is_closing = True
+        self._awake.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        ended: RLHFSpecError = EngineStopped()
+        try:
+            while not self._is_closing:
+                self._between.run()
+                if self._engine.has_work:
+                    self.calls.stepped(self._engine.step())
+                else:
+                    self._awake.wait()
+                    self._awake.clear()
+        except Exception as error:
+            log.exception("the engine failed")
+            ended = RLHFSpecError(f"the engine failed: {first_line(error)}")
+        finally:
+            self._between.close()
+            self.calls.end(ended)
+
+
+def _begins(prompt: tuple[int, ...], kept: tuple[int, ...]) -> bool:
+    length = len(kept)
+    return length < len(prompt) and prompt[length - 1] == kept[-1] and prompt[:length] == kept
+
+
+def _gained(gain: Gain, version: int, error: str) -> Gained:
+    return Gained(
+        token_ids=gain.token_ids.tolist(),
+        log_probs=gain.log_probs.tolist(),
+        tempered_log_probs=gain.tempered_log_probs.tolist(),
+        top_log_probs=gain.top_log_probs,
+        weights_version=version,
+        finish_reason=gain.finish_reason,
+        error=error,
+    )
+
+
+def _put_all(pieces: Sequence[tuple[_OpenCall, Gained | RLHFSpecError]]) -> None:
+    for call, piece in pieces:
+        call.queue.put_nowait(piece)

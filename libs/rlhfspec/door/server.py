@@ -1,0 +1,356 @@
+"""HTTP server of a policy for OpenAI clients."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import os
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+
+from rlhfspec.door.answers import Response, Shape, generated, problem
+from rlhfspec.door.bodies import (
+    AskingBody,
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    GenerateBody,
+    SamplingBody,
+    TokenizeBody,
+    read,
+)
+from rlhfspec.door.calls import ClientCalls
+from rlhfspec.door.conversations import ChatPrompt, Conversations
+from rlhfspec.door.tools import ToolCalls
+from rlhfspec.door.words import Words
+from rlhfspec.engine.base import Request
+from rlhfspec.errors import InvalidRequest, RLHFSpecError
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+log = logging.getLogger("rlhfspec.door")
+MODEL_NAME = "policy"  # of every door's model, beside its own name
+_MOST_BYTES = 16 << 20  # of a request
+_MOST_OPEN = 1024  # responses at a time; more are asked to come again
+_RETRY_SECONDS = 2
+_BEAT_SECONDS = 3.0  # between comments in a silent stream, so that proxies keep it open
+_SEED_BITS = 53  # of a seed drawn here, which JavaScript reads without loss
+_COMPLETION_TOKENS = 16  # of a completion without a limit, as in OpenAI's API
+
+
+class PolicyDoor:
+    """Application that answers OpenAI clients. The caller serves `app()`."""
+
+    def __init__(
+        self, engine: ClientCalls, tokenizer: Any, *, name: str, token: str = "", tools: ToolCalls | None = None
+    ) -> None:
+        """Create the application. `token`: that of clients, by default RLHFSPEC_SERVE_TOKEN or else a random one."""
+        self.token = token or os.environ.get("RLHFSPEC_SERVE_TOKEN") or secrets.token_urlsafe(24)
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._name = name
+        self._tools = tools
+        self.conversations = Conversations(tokenizer, engine.eos_token_ids)
+        self.num_open = 0
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[self._guard], client_max_size=_MOST_BYTES)
+        app.add_routes(
+            [
+                web.get("/healthz", self._healthy),
+                web.get("/v1/models", self._models),
+                web.get("/v1/models/{name}", self._models),
+                web.post("/v1/chat/completions", self._chat),
+                web.post("/v1/completions", self._complete),
+                web.post("/inference/v1/generate", self._generate),
+                web.post("/tokenize", self._tokenize),
+            ]
+        )
+        return app
+
+    # --- access --------------------------------------------------------------------------------------------------
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            self._refuse_strangers(request)
+            return await handler(request)
+        except web.HTTPException as error:
+            return _refused(error.status, error.text or error.reason, headers=_kept(error.headers))
+        except InvalidRequest as error:
+            too_long = error.field in ("prompt_token_ids", "max_tokens") and "tokens" in str(error)
+            return _refused(400, str(error), param=error.field, code="context_length_exceeded" if too_long else "")
+        except RLHFSpecError as error:
+            return _refused(503, str(error), kind="server_error")
+
+    def _refuse_strangers(self, request: web.Request) -> None:
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        is_known = scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode(), self.token.encode())
+        if not is_known and request.path != "/healthz":
+            raise web.HTTPUnauthorized(text="wrong or missing token: set the header Authorization: Bearer TOKEN")
+
+    def _refuse_model(self, name: str) -> None:
+        version = self._engine.weights_version
+        if name not in (MODEL_NAME, f"{MODEL_NAME}@{version}"):
+            raise web.HTTPNotFound(
+                text=f"model: there is no {name!r} here; ask for {MODEL_NAME} or {MODEL_NAME}@{version}"
+            )
+
+    # --- answers -------------------------------------------------------------------------------------------------
+
+    async def _healthy(self, _: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def _models(self, request: web.Request) -> web.Response:
+        card = {
+            "id": MODEL_NAME,
+            "object": "model",
+            "created": 0,
+            "owned_by": "rlhfspec",
+            "root": self._name,
+            "max_model_len": self._engine.max_context,
+            "weights_version": self._engine.weights_version,
+        }
+        if (name := request.match_info.get("name")) is not None:
+            self._refuse_model(name)
+            return web.json_response(card)
+        return web.json_response({"object": "list", "data": [card]})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        body = read(ChatBody, await request.read())
+        self._refuse_model(body.model)
+        messages, arguments = [message.for_template() for message in body.messages], body.template_arguments
+        begin = ""
+        if body.offers_tools and self._tools is None:
+            raise InvalidRequest("tools", f"{len(body.tools or ())} tools", "are not served: start with --tool-parser")
+        if body.must_call:
+            begin = self.conversations.begin_of_call(messages, arguments, body.name_of_tool)
+        prompt = self.conversations.prompt(messages, arguments, begin=begin)
+        wanted = tuple(body.required_prefix_token_ids or ())
+        if prompt.token_ids[: len(wanted)] != wanted:
+            raise InvalidRequest(
+                "required_prefix_token_ids", f"{len(wanted)} ids", "the messages' ids do not begin with them"
+            )
+        tools = self._tools if body.offers_tools else None
+        asks = [
+            replace(ask, given=prompt.given, tools=tools)
+            for ask in self._asks(body, [prompt.token_ids], self._room(prompt.token_ids))
+        ]
+        return await self._answer(request, body, asks, prompt)
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        body = read(CompletionBody, await request.read())
+        self._refuse_model(body.model)
+        prompts = [tuple(self._tokenizer.encode(each) if isinstance(each, str) else each) for each in body.prompts]
+        asks = self._asks(body, prompts, _COMPLETION_TOKENS)
+        return await self._answer(request, body, asks)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = read(GenerateBody, await request.read())
+        self._refuse_model(body.model)
+        prompt = tuple(body.token_ids)
+        [ask] = self._asks(body.sampling_params, [prompt], self._room(prompt))
+        [response] = await self._whole([ask])
+        return web.json_response(generated(ask.request.id, response))
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = read(TokenizeBody, await request.read())
+        if body.messages is not None:
+            token_ids = self.conversations.prompt([each.for_template() for each in body.messages], {}).token_ids
+        elif body.prompt is not None:
+            token_ids = tuple(self._tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens))
+        else:
+            raise InvalidRequest("prompt", None, "or messages must be given")
+        most = self._engine.max_context
+        return web.json_response({"count": len(token_ids), "max_model_len": most, "tokens": token_ids})
+
+    # --- responses -----------------------------------------------------------------------------------------------
+
+    def _room(self, prompt: Sequence[int]) -> int:
+        """Return the most tokens that can follow a prompt; 1 for one that is too long, which the engine refuses."""
+        return max(self._engine.max_context - len(prompt), 1)
+
+    def _asks(self, body: SamplingBody, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> list[_Ask]:
+        """Return one checked call of the engine for each choice of each prompt."""
+        seed = secrets.randbits(_SEED_BITS) if body.seed is None else body.seed
+        num_choices, num_top = (body.n or 1, body.num_top or 0) if isinstance(body, AskingBody) else (1, 0)
+        params = body.params(max_tokens)
+        num_asked = len(prompts) * num_choices
+        if num_asked > _MOST_OPEN:
+            raise InvalidRequest("n", num_asked, f"at most {_MOST_OPEN} responses may be open")
+        if self.num_open + num_asked > _MOST_OPEN:
+            raise web.HTTPTooManyRequests(
+                text=f"{self.num_open} responses are open; come again", headers={"Retry-After": str(_RETRY_SECONDS)}
+            )
+
+        def ask(index: int, prompt: tuple[int, ...]) -> _Ask:
+            own = _seed_of(seed, index, prompt)
+            name = secrets.token_hex(12)
+            request = Request(id=name, prompt_token_ids=prompt, params=params, seed=own, top_log_probs=num_top)
+            return _Ask(index, seed, request)
+
+        asks = [ask(*each) for each in enumerate(prompt for prompt in prompts for _ in range(num_choices))]
+        for each in asks:
+            self._engine.validate(each.request)
+        return asks
+
+    async def _answer(
+        self, request: web.Request, body: AskingBody, asks: list[_Ask], prompt: ChatPrompt | None = None
+    ) -> web.StreamResponse:
+        kind = "cmpl" if prompt is None else "chatcmpl"
+        shape = Shape(body, f"{kind}-{secrets.token_hex(12)}", body.model, self._decode)
+        if not body.stream:
+            return web.json_response(shape.whole(await self._whole(asks, prompt)))
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
+        await stream.prepare(request)
+        wholes = [ask.response for ask in asks]
+        for whole in wholes if prompt is not None else ():
+            await _send(stream, shape.first(whole))
+        try:
+            async with aclosing(self._pieces(asks)) as pieces:
+                async for piece in pieces:
+                    if piece is None:
+                        await stream.write(b": waiting\n\n")
+                        continue
+                    wholes[piece.index].add(piece)
+                    await _send(stream, shape.chunk(piece))
+        except RLHFSpecError as error:  # too late for a status
+            await _send(stream, problem(str(error), kind="server_error"))
+            return stream
+        self._remember(prompt, wholes)
+        if body.stream_options is not None and body.stream_options.include_usage:
+            await _send(stream, shape.last(wholes))
+        await stream.write(b"data: [DONE]\n\n")
+        return stream
+
+    async def _whole(self, asks: list[_Ask], prompt: ChatPrompt | None = None) -> list[Response]:
+        wholes = [ask.response for ask in asks]
+        async with aclosing(self._pieces(asks)) as pieces:
+            async for piece in pieces:
+                if piece is not None:
+                    wholes[piece.index].add(piece)
+        self._remember(prompt, wholes)
+        return wholes
+
+    def _remember(self, prompt: ChatPrompt | None, wholes: list[Response]) -> None:
+        if prompt is None:
+            return
+        for each in wholes:
+            answer = ChatMessage.model_validate(each.message).for_template()
+            is_ended = each.token_ids[-1] in self._engine.eos_token_ids
+            self.conversations.answered(prompt, answer, each.token_ids, is_ended=is_ended)
+
+    async def _pieces(self, asks: list[_Ask]) -> AsyncGenerator[Response | None, None]:
+        """Yield what the responses gain, in order of time; None after a silence. Closing it cancels them."""
+        queue: asyncio.Queue[Response | asyncio.Task[None]] = asyncio.Queue()
+
+        async def run(ask: _Ask) -> None:
+            async with aclosing(self._pieces_of(ask)) as pieces:
+                async for piece in pieces:
+                    queue.put_nowait(piece)
+
+        self.num_open += len(asks)
+        tasks = [asyncio.create_task(run(ask)) for ask in asks]
+        for task in tasks:
+            task.add_done_callback(queue.put_nowait)
+        try:
+            num_open = len(asks)
+            while num_open:
+                try:
+                    piece = await asyncio.wait_for(queue.get(), _BEAT_SECONDS)
+                except TimeoutError:
+                    yield None
+                    continue
+                if isinstance(piece, asyncio.Task):
+                    piece.result()
+                    num_open -= 1
+                else:
+                    yield piece
+        finally:
+            self.num_open -= len(asks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _pieces_of(self, ask: _Ask) -> AsyncGenerator[Response, None]:
+        words = Words(self._tokenizer, ask.request.params.stop)
+        token_ids = list(ask.given)
+        async with aclosing(self._engine.tokens(ask.request)) as pieces:
+            async for piece in pieces:
+                if piece.finish_reason == "error":
+                    raise RLHFSpecError(piece.error)
+                token_ids += piece.token_ids
+                response = ask.response
+                response.text = words.feed(piece.token_ids)
+                response.token_ids, response.finish_reason = piece.token_ids, piece.finish_reason
+                response.log_probs, response.tempered_log_probs = piece.log_probs, piece.tempered_log_probs
+                response.top_log_probs = list(piece.top_log_probs)
+                response.weights_versions = [piece.weights_version] * len(piece.token_ids)
+                if piece.finish_reason is not None:
+                    response.text += words.end()
+                if ask.tools is not None:
+                    self._read_calls(ask, response, token_ids)
+                yield response
+
+    def _read_calls(self, ask: _Ask, response: Response, token_ids: list[int]) -> None:
+        """Hold text back until the response is whole, then take its calls out; a malformed one stays text."""
+        response.text = ""
+        if response.finish_reason is None or ask.tools is None:
+            return
+        found = ask.tools.read(token_ids, f"call-{ask.request.seed:016x}")
+        if found is None:
+            self.conversations.counts["malformed calls"] += 1
+            found = self._decode(token_ids), []
+        response.text, response.calls = found
+        if response.calls and response.finish_reason == "stop":
+            response.finish_reason = "tool_calls"
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids))
+
+
+def variables(host: str, port: int, token: str) -> tuple[str, str]:
+    """Return the settings of the environment with which OpenAI's clients find a server."""
+    return f"OPENAI_BASE_URL=http://{host}:{port}/v1", f"OPENAI_API_KEY={token}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """One choice of an answer."""
+
+    index: int
+    seed: int  # of the request
+    request: Request
+    given: tuple[int, ...] = ()  # ids of the prompt that belong to the answer's text
+    tools: ToolCalls | None = None
+
+    @property
+    def response(self) -> Response:
+        """Return a response without tokens."""
+        return Response(self.index, self.request.prompt_token_ids, self.seed)
+
+
+def _seed_of(seed: int, index: int, prompt: Sequence[int]) -> int:
+    """Return the engine's seed: noise must not repeat between the choices of a request or the turns of a chat."""
+    said = np.array([seed, index, *prompt], np.int64).tobytes()
+    return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little")
+
+
+async def _send(stream: web.StreamResponse, data: Any) -> None:
+    await stream.write(f"data: {json.dumps(data)}\n\n".encode())
+
+
+def _refused(status: int, message: str, *, headers: dict[str, str] | None = None, **more: Any) -> web.Response:
+    return web.json_response(problem(message, **more), status=status, headers=headers)
+
+
+def _kept(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in headers.items() if name in ("Retry-After", "Allow")}
