@@ -17,9 +17,9 @@ _END_SECONDS = 2.0  # for pending responses; streams end at once
 
 @asynccontextmanager
 async def serving(
-    app: web.Application, host: str, port: int, *, tls: ssl.SSLContext | None = None
+    app: web.Application, host: str, port: int, *, tls: ssl.SSLContext | None = None, option: str = "--port"
 ) -> AsyncIterator[int]:
-    """Serve inside the block, and yield the port; 0 picks a free one."""
+    """Serve inside the block, and yield the port; 0 picks a free one. `option`: its name in errors."""
     # A handler is cancelled as soon as its client leaves, not at its next write.
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=_END_SECONDS, handler_cancellation=True)
     await runner.setup()
@@ -28,7 +28,7 @@ async def serving(
         try:
             await site.start()
         except OSError as error:
-            raise InvalidRequest("--port", port, f"cannot listen on this port: {error.strerror}") from None
+            raise InvalidRequest(option, port, f"cannot listen on this port: {error.strerror}") from None
         yield runner.addresses[0][1]
     finally:
         await runner.cleanup()

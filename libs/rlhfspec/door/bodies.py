@@ -36,6 +36,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "min_p": (0,),
     "min_tokens": (0,),
     "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
     "prediction": (),
     "presence_penalty": (0,),
     "prompt_logprobs": (0,),
@@ -43,17 +44,18 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "routed_experts_prompt_start": (0,),
-    "skip_special_tokens": (True, False),
+    "skip_special_tokens": (True,),
     "suffix": ("",),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
 # Fields that change no answer here.
 _WITHOUT_EFFECT = {
-    "cache_salt", "conversation_params", "metadata", "parallel_tool_calls", "priority", "prompt_cache_key",
+    "cache_salt", "conversation_params", "metadata", "priority", "prompt_cache_key",
     "prompt_cache_retention", "request_id", "safety_identifier", "service_tier", "spaces_between_special_tokens",
     "store", "user",
 }  # fmt: skip
+_TAGS = ("str", "int", "ChosenTool")  # of unions, in the places that pydantic names
 TokenId = Annotated[int, Field(ge=0)]
 NumTop = Annotated[int, Field(ge=0, le=MOST_TOP_LOG_PROBS)]
 
@@ -121,7 +123,7 @@ class SamplingBody(Body):
     max_tokens: int | None = None
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
     stop: str | Annotated[list[str], Field(max_length=_MOST_STOPS)] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=_MOST_STOPS)] | None = None
     ignore_eos: bool | None = None
 
     def params(self, default_max_tokens: int) -> SamplingParams:
@@ -174,6 +176,8 @@ class ChatBody(AskingBody):
 
     @property
     def must_call(self) -> bool:
+        if self.tool_choice == "required" and not self.tools:
+            raise InvalidRequest("tool_choice", "required", "needs tools")
         return self.tool_choice == "required" or self.name_of_tool is not None
 
     @property
@@ -219,6 +223,7 @@ class CompletionBody(AskingBody):
 
 class GenerateParams(SamplingBody):
     logprobs: Literal[0, 1] | None = None
+    skip_special_tokens: bool | None = None  # there is no text
 
 
 class GenerateBody(Body):
@@ -264,6 +269,6 @@ def _refuse_unserved(body: Body) -> None:
 def _named(error: ValidationError) -> InvalidRequest:
     """Return the problem that lies deepest, which is that of the alternative meant."""
     first = max(error.errors(include_url=False), key=lambda each: len(each["loc"]))
-    place = [part for part in first["loc"] if isinstance(part, int) or not part.startswith(("list[", "str", "int"))]
+    place = [part for part in first["loc"] if isinstance(part, int) or not (part in _TAGS or "[" in part)]
     field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
     return InvalidRequest(field or "body", first["input"], first["msg"][:1].lower() + first["msg"][1:])

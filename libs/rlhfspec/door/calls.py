@@ -37,6 +37,7 @@ class _OpenCall:
     token_ids: list[int]  # prompt and response so far
     name: str = ""  # in the engine
     is_over: bool = False
+    is_urgent: bool = False  # goes before samples
     queue: asyncio.Queue[Gained | RLHFSpecError] = field(default_factory=asyncio.Queue)
 
 
@@ -51,8 +52,10 @@ class ClientCalls:
         self.eos_token_ids = frozenset(engine.state.eos_token_ids)
         self._engine = engine
         self._between = between
+        self._most_urgent = engine.state.config.max_sequences // 2  # so that samples are never starved
         self._most_kept = most_kept  # conversations that may be continued with their KV
         self._loop: asyncio.AbstractEventLoop | None = None  # that of the clients
+        self.ended: RLHFSpecError | None = None  # why no call is taken any more
         self._open: dict[str, _OpenCall] = {}  # this and the next belong to the engine's thread
         self._kept: OrderedDict[str, tuple[int, ...]] = OrderedDict()  # tokens of finished calls, the oldest first
 
@@ -68,6 +71,8 @@ class ClientCalls:
         """Yield a request's gains until it finishes. Closing the iterator cancels the request."""
         call = _OpenCall(list(request.prompt_token_ids))
         self._loop = asyncio.get_running_loop()
+        if self.ended is not None:
+            raise self.ended
         try:
             await self._between.call(lambda: self._begin(request, call))
             while not call.is_over:
@@ -98,7 +103,8 @@ class ClientCalls:
         return [done for done in report.finished if done.id not in ours]
 
     def end(self, error: RLHFSpecError) -> None:
-        """End all calls with this error."""
+        """End all calls, and those to come, with this error."""
+        self.ended = error
         self._hand([(call, error) for call in self._open.values()])
         self._open.clear()
 
@@ -115,14 +121,16 @@ class ClientCalls:
 
     def _begin(self, request: Request, call: _OpenCall) -> None:
         prompt = request.prompt_token_ids
+        call.is_urgent = sum(each.is_urgent for each in self._open.values()) < self._most_urgent
+        priority = _PRIORITY if call.is_urgent else 0
         name = max((name for name, kept in self._kept.items() if _begins(prompt, kept)), key=self._length, default=None)
         if name is None:
             name = request.id
-            self._engine.submit(replace(request, stays=True, priority=_PRIORITY))
+            self._engine.submit(replace(request, stays=True, priority=priority))
         else:
             self._engine.extend(
                 name, prompt[self._length(name) :], seed=request.seed, params=request.params,
-                top_log_probs=request.top_log_probs,
+                top_log_probs=request.top_log_probs, priority=priority,
             )  # fmt: skip
             del self._kept[name]
         call.name = name
@@ -132,7 +140,8 @@ class ClientCalls:
         return len(self._kept[name])
 
     def _cancel(self, call: _OpenCall) -> None:
-        if self._open.pop(call.name, None) is not None:
+        if self._open.get(call.name) is call:
+            del self._open[call.name]
             self._engine.cancel(call.name)
 
     def _keep(self, name: str, token_ids: tuple[int, ...]) -> None:
@@ -167,7 +176,7 @@ class EngineThread:
                 self._between.run()
                 if self._engine.has_work:
                     self.calls.stepped(self._engine.step())
-                else:
+                elif not self._between.waiting:
                     self._awake.wait()
                     self._awake.clear()
         except Exception as error:

@@ -11,17 +11,21 @@ from inspect import signature
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
+
+from rlhfspec.common.arrays import IntArray
 from rlhfspec.errors import InvalidRequest, first_line
 
-_MOST_TURNS = 4096  # remembered answers; the oldest are forgotten first
+_MOST_TOKENS = 1 << 24  # of remembered conversations, 64 MB; the oldest are forgotten first
+_MOST_ALIKE = 8  # remembered answers of the same text to the same messages
 _SOME_TOOL = "name_of_the_function"
 
-ChatMessage = Mapping[str, Any]
+Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    token_ids: tuple[int, ...]  # prompt and answer
+    token_ids: IntArray  # prompt and answer
     is_ended: bool  # by a stop token, its last one
 
 
@@ -43,39 +47,57 @@ class Conversations:
         self._tokenizer = tokenizer
         self._ends = [str(tokenizer.decode([token_id])) for token_id in eos_token_ids]
         self._own_arguments = set(signature(tokenizer.apply_chat_template).parameters) - {"tools"}
-        self._turns: OrderedDict[bytes, _Turn] = OrderedDict()
+        self._turns: OrderedDict[bytes, list[_Turn]] = OrderedDict()  # the newest of a list first
+        self._num_tokens = 0
         self.counts: Counter[str] = Counter()
 
-    def prompt(self, messages: Sequence[ChatMessage], arguments: Mapping[str, Any], *, begin: str = "") -> ChatPrompt:
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        arguments: Mapping[str, Any],
+        *,
+        begin: str = "",
+        required: Sequence[int] = (),
+    ) -> ChatPrompt:
         """Return the ids that the next answer follows. `arguments`: further ones of the chat template.
 
-        `begin`: text with which the answer begins, as `begin_of_call` returns it.
+        `begin`: text with which the answer begins, as `begin_of_call` returns it. `required`: the first ids, which
+        tell answers of the same text apart.
         """
         rendered = self._render(messages, arguments)
         keys = list(accumulate(messages, _longer, initial=_longer(b"", arguments)))
         given = tuple(self._encode(begin))
         kind = "first"
         for count in range(len(messages) - 1, 0, -1):
-            turn = self._turns.get(keys[count])
+            turn = self._turn(keys[count], required)
             if turn is None:
                 continue
             added = self._added(turn, messages[:count], arguments, rendered)
             if added is not None:
                 self.counts["continued"] += 1
-                return ChatPrompt((*turn.token_ids, *self._encode(added), *given), given, keys[-1])
+                return ChatPrompt((*turn.token_ids.tolist(), *self._encode(added), *given), given, keys[-1])
             kind = "rewritten"
+            break  # a template that rewrites one answer's history rewrites all of it
         self.counts[kind] += 1
         return ChatPrompt((*self._encode(rendered), *given), given, keys[-1])
 
-    def answered(self, prompt: ChatPrompt, answer: ChatMessage, token_ids: Sequence[int], *, is_ended: bool) -> None:
+    def _turn(self, key: bytes, required: Sequence[int]) -> _Turn | None:
+        turns = self._turns.get(key, [])
+        fitting = (each for each in turns if each.token_ids[: len(required)].tolist() == list(required))
+        return next(fitting, next(iter(turns), None))
+
+    def answered(self, prompt: ChatPrompt, answer: Message, token_ids: Sequence[int], *, is_ended: bool) -> None:
         """Remember the ids of an answer. `is_ended`: whether the last one is a stop token."""
         key = _longer(prompt.key, answer)
-        self._turns[key] = _Turn((*prompt.token_ids, *token_ids), is_ended)
-        self._turns.move_to_end(key)
-        if len(self._turns) > _MOST_TURNS:
-            self._turns.popitem(last=False)
+        turn = _Turn(np.array([*prompt.token_ids, *token_ids], np.int32), is_ended)
+        alike = self._turns.pop(key, [])
+        self._turns[key] = [turn, *alike][:_MOST_ALIKE]
+        self._num_tokens += len(turn.token_ids) - sum(len(each.token_ids) for each in alike[_MOST_ALIKE - 1 :])
+        while self._num_tokens > _MOST_TOKENS:
+            _, oldest = self._turns.popitem(last=False)
+            self._num_tokens -= sum(len(each.token_ids) for each in oldest)
 
-    def begin_of_call(self, messages: Sequence[ChatMessage], arguments: Mapping[str, Any], name: str | None) -> str:
+    def begin_of_call(self, messages: Sequence[Message], arguments: Mapping[str, Any], name: str | None) -> str:
         """Return the text with which the template begins a call of the tool, or of any tool."""
         call = {"id": "call_0", "type": "function", "function": {"name": _SOME_TOOL, "arguments": {}}}
         said = [*messages, {"role": "assistant", "content": "", "tool_calls": [call]}]
@@ -87,9 +109,7 @@ class Conversations:
             )
         return before + (name or "")
 
-    def _added(
-        self, turn: _Turn, known: Sequence[ChatMessage], arguments: Mapping[str, Any], rendered: str
-    ) -> str | None:
+    def _added(self, turn: _Turn, known: Sequence[Message], arguments: Mapping[str, Any], rendered: str) -> str | None:
         """Return the text after a known answer's last token, or None if the template rewrites what came before it."""
         opened, done = self._render(known[:-1], arguments), self._render(known, arguments, asks=False)
         end = max(self._ends, key=done.rfind, default="")
@@ -98,7 +118,7 @@ class Conversations:
             return None
         return rendered[at + len(end) if turn.is_ended else at :]
 
-    def _render(self, messages: Sequence[ChatMessage], arguments: Mapping[str, Any], *, asks: bool = True) -> str:
+    def _render(self, messages: Sequence[Message], arguments: Mapping[str, Any], *, asks: bool = True) -> str:
         from jinja2.exceptions import TemplateError
 
         if not getattr(self._tokenizer, "chat_template", None):

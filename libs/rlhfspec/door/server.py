@@ -10,11 +10,12 @@ import logging
 import os
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
-import numpy as np
 from aiohttp import web
 
 from rlhfspec.door.answers import Response, Shape, generated, problem
@@ -33,12 +34,14 @@ from rlhfspec.door.conversations import ChatPrompt, Conversations
 from rlhfspec.door.tools import ToolCalls
 from rlhfspec.door.words import Words
 from rlhfspec.engine.base import Request
+from rlhfspec.engine.scheduling.text import cut_at_stop
 from rlhfspec.errors import InvalidRequest, RLHFSpecError
 
+_T = TypeVar("_T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 log = logging.getLogger("rlhfspec.door")
 MODEL_NAME = "policy"  # of every door's model, beside its own name
-_MOST_BYTES = 16 << 20  # of a request
+_MOST_BYTES = 8 << 20  # of a request
 _MOST_OPEN = 1024  # responses at a time; more are asked to come again
 _RETRY_SECONDS = 2
 _BEAT_SECONDS = 3.0  # between comments in a silent stream, so that proxies keep it open
@@ -60,6 +63,7 @@ class PolicyDoor:
         self._tools = tools
         self.conversations = Conversations(tokenizer, engine.eos_token_ids)
         self.num_open = 0
+        self._preparing = ThreadPoolExecutor(1, thread_name_prefix="prompts")  # one: tokenizers are not thread-safe
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._guard], client_max_size=_MOST_BYTES)
@@ -107,6 +111,8 @@ class PolicyDoor:
     # --- answers -------------------------------------------------------------------------------------------------
 
     async def _healthy(self, _: web.Request) -> web.Response:
+        if self._engine.ended is not None:
+            return web.Response(status=503, text=f"{self._engine.ended}\n")
         return web.Response(text="ok\n")
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -132,9 +138,13 @@ class PolicyDoor:
         if body.offers_tools and self._tools is None:
             raise InvalidRequest("tools", f"{len(body.tools or ())} tools", "are not served: start with --tool-parser")
         if body.must_call:
-            begin = self.conversations.begin_of_call(messages, arguments, body.name_of_tool)
-        prompt = self.conversations.prompt(messages, arguments, begin=begin)
+            begin = await self._prepared(
+                partial(self.conversations.begin_of_call, messages, arguments, body.name_of_tool)
+            )
         wanted = tuple(body.required_prefix_token_ids or ())
+        prompt = await self._prepared(
+            partial(self.conversations.prompt, messages, arguments, begin=begin, required=wanted)
+        )
         if prompt.token_ids[: len(wanted)] != wanted:
             raise InvalidRequest(
                 "required_prefix_token_ids", f"{len(wanted)} ids", "the messages' ids do not begin with them"
@@ -149,7 +159,8 @@ class PolicyDoor:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = read(CompletionBody, await request.read())
         self._refuse_model(body.model)
-        prompts = [tuple(self._tokenizer.encode(each) if isinstance(each, str) else each) for each in body.prompts]
+        self._refuse_too_many(len(body.prompts) * (body.n or 1))
+        prompts = await self._prepared(lambda: [self._encoded(each) for each in body.prompts])
         asks = self._asks(body, prompts, _COMPLETION_TOKENS)
         return await self._answer(request, body, asks)
 
@@ -164,9 +175,11 @@ class PolicyDoor:
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = read(TokenizeBody, await request.read())
         if body.messages is not None:
-            token_ids = self.conversations.prompt([each.for_template() for each in body.messages], {}).token_ids
+            messages = [each.for_template() for each in body.messages]
+            token_ids = (await self._prepared(partial(self.conversations.prompt, messages, {}))).token_ids
         elif body.prompt is not None:
-            token_ids = tuple(self._tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens))
+            encode = partial(self._tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens)
+            token_ids = tuple(await self._prepared(encode))
         else:
             raise InvalidRequest("prompt", None, "or messages must be given")
         most = self._engine.max_context
@@ -178,18 +191,27 @@ class PolicyDoor:
         """Return the most tokens that can follow a prompt; 1 for one that is too long, which the engine refuses."""
         return max(self._engine.max_context - len(prompt), 1)
 
-    def _asks(self, body: SamplingBody, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> list[_Ask]:
-        """Return one checked call of the engine for each choice of each prompt."""
-        seed = secrets.randbits(_SEED_BITS) if body.seed is None else body.seed
-        num_choices, num_top = (body.n or 1, body.num_top or 0) if isinstance(body, AskingBody) else (1, 0)
-        params = body.params(max_tokens)
-        num_asked = len(prompts) * num_choices
+    def _refuse_too_many(self, num_asked: int) -> None:
         if num_asked > _MOST_OPEN:
             raise InvalidRequest("n", num_asked, f"at most {_MOST_OPEN} responses may be open")
         if self.num_open + num_asked > _MOST_OPEN:
             raise web.HTTPTooManyRequests(
                 text=f"{self.num_open} responses are open; come again", headers={"Retry-After": str(_RETRY_SECONDS)}
             )
+
+    async def _prepared(self, prepare: Callable[[], _T]) -> _T:
+        """Render or encode text in a thread of its own, because a long one takes seconds."""
+        return await asyncio.get_running_loop().run_in_executor(self._preparing, prepare)
+
+    def _encoded(self, prompt: str | list[int]) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+
+    def _asks(self, body: SamplingBody, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> list[_Ask]:
+        """Return one checked call of the engine for each choice of each prompt."""
+        seed = secrets.randbits(_SEED_BITS) if body.seed is None else body.seed
+        num_choices, num_top = (body.n or 1, body.num_top or 0) if isinstance(body, AskingBody) else (1, 0)
+        params = body.params(max_tokens)
+        self._refuse_too_many(len(prompts) * num_choices)
 
         def ask(index: int, prompt: tuple[int, ...]) -> _Ask:
             own = _seed_of(seed, index, prompt)
@@ -308,8 +330,8 @@ class PolicyDoor:
         found = ask.tools.read(token_ids, f"call-{ask.request.seed:016x}")
         if found is None:
             self.conversations.counts["malformed calls"] += 1
-            found = self._decode(token_ids), []
-        response.text, response.calls = found
+            found = str(self._tokenizer.decode(token_ids, skip_special_tokens=True)), []
+        response.text, response.calls = cut_at_stop(found[0], ask.request.params.stop), found[1]
         if response.calls and response.finish_reason == "stop":
             response.finish_reason = "tool_calls"
 
@@ -340,7 +362,7 @@ class _Ask:
 
 def _seed_of(seed: int, index: int, prompt: Sequence[int]) -> int:
     """Return the engine's seed: noise must not repeat between the choices of a request or the turns of a chat."""
-    said = np.array([seed, index, *prompt], np.int64).tobytes()
+    said = repr((seed, index, tuple(prompt))).encode()
     return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little")
 
 

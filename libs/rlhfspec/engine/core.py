@@ -217,7 +217,7 @@ class Engine(Moves):
 
     def extend(
         self, request_id: str, token_ids: SequenceOf[int], *, seed: int, params: SamplingParams | None = None,
-        top_log_probs: int = 0,
+        top_log_probs: int = 0, priority: int = 0,
     ) -> None:  # fmt: skip
         """Continue a finished sequence that `stays`, as a new request whose prompt is all its tokens plus `token_ids`.
 
@@ -231,8 +231,9 @@ class Engine(Moves):
         prompt = (*stayed.generated.token_ids.tolist(), *token_ids)
         params = params or stayed.request.params
         request = replace(
-            stayed.request, prompt_token_ids=prompt, seed=seed, params=params, top_log_probs=top_log_probs
-        )
+            stayed.request, prompt_token_ids=prompt, seed=seed, params=params, top_log_probs=top_log_probs,
+            priority=priority,
+        )  # fmt: skip
         self.state.validate(request)
         self.scheduler.extend(self.state.new_sequence(request, Generated.of_prompt(prompt)))
 

@@ -22,7 +22,7 @@ class GatewayService(Service):
         self._say = say
 
     async def run(self) -> None:
-        async with serving(self._door.app(), self._host, self._port) as port:
+        async with serving(self._door.app(), self._host, self._port, option="--serve") as port:
             for line in variables(self._host, port, self._door.token):
                 self._say(line)
             with self.vitals.waiting("requests of clients"):

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from rlhfspec.engine.base import Completion, EngineProtocol
@@ -166,10 +167,12 @@ class GeneratorService(Service):
         self._calls.run()
         while self._engine.has_work and not finished and time.monotonic() < end:
             report = self._engine.step()
+            if self._clients is not None:
+                report = replace(report, finished=tuple(self._clients.stepped(report)))
             self._meter.stepped(report)
             if report.num_prefill_tokens and self._moves is not None:
                 self._moves.mover.costs.learn_prefill(1, self._meter.prefill_seconds)
-            finished.extend(report.finished if self._clients is None else self._clients.stepped(report))
+            finished.extend(report.finished)
             self._calls.run()
             if self.state.news.is_set():
                 break

@@ -206,6 +206,8 @@ async def test_ids_that_the_prompt_must_begin_with_are_checked() -> None:
     [
         ("temperature", -1), ("temperature", "hot"), ("top_p", 0), ("top_k", -2), ("top_k", 1.5), ("n", 0), ("n", 999),
         ("seed", -1), ("seed", 1 << 63), ("max_tokens", 0), ("stop", [""]), ("stop", 3), ("stop_token_ids", [260]),
+        ("stop_token_ids", [5] * 17), ("stream", "yes"), ("skip_special_tokens", False), ("parallel_tool_calls", False),
+        ("required_prefix_token_ids", [1 << 70]),
         ("messages", []), ("messages", "hi"), ("messages", [{"content": "x"}]), ("frequency_penalty", 0.5),
         ("tools", [{"type": "function"}]), ("tool_choice", "required"), ("response_format", {"type": "json_object"}),
         ("top_logprobs", 21), ("logit_bias", {"5": 1}), ("temprature", 1), ("chat_template_kwargs", {"tokenize": True}),
@@ -220,6 +222,19 @@ async def test_a_value_that_is_not_served_is_refused_and_its_field_named(field: 
         assert answer["error"]["type"] == "invalid_request_error"
         assert answer["error"]["param"].startswith(field)
         assert not served.engine.has_work
+
+
+@pytest.mark.parametrize("asked", [{"top_k": 10**30}, {"top_p": 1e-60}, {"temperature": 1e-300}])
+async def test_extreme_values_are_those_that_the_engine_samples_with(asked: dict[str, float]) -> None:
+    body = {"model": "policy", "messages": ASK, "max_tokens": 3, "logprobs": True, "top_logprobs": 2} | asked
+    async with serving() as served:
+        status, answer, _ = await raw(served, "/v1/chat/completions", body)
+        assert status == 200, answer
+        content = answer["choices"][0]["logprobs"]["content"]
+        assert [len(each["top_logprobs"]) for each in content] == [2 if "top_k" in asked else 1] * len(content)
+        assert all(each["top_logprobs"][0]["logprob"] >= each["logprob"] - 1e-5 for each in content)
+        ids = {"model": "policy", "token_ids": [1 << 70], "sampling_params": {}}
+        assert (await raw(served, "/inference/v1/generate", ids))[0] == 400
 
 
 @pytest.mark.parametrize("name", ["frequency_penalty", "presence_penalty", "min_p", "user", "metadata", "logit_bias"])
@@ -348,3 +363,6 @@ async def test_an_engine_that_fails_ends_every_call_with_its_words(monkeypatch: 
         with pytest.raises(APIStatusError) as refused:
             await create(model="policy", messages=ASK)
         assert refused.value.status_code == 503
+        assert "out of memory" in refused.value.message
+        async with aiohttp.ClientSession() as session, session.get(f"{served.url}/healthz") as health:
+            assert health.status == 503

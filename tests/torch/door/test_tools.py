@@ -96,8 +96,16 @@ async def test_a_malformed_call_stays_text_and_is_counted(tool_serving: Serving)
         assert served.door.conversations.counts["malformed calls"] == 1
 
 
+async def test_text_beside_tools_is_cut_at_a_stop_string(tool_serving: Serving) -> None:
+    async with tool_serving() as served:
+        cut = (await say(served, [{"role": "user", "content": "5"}], stop=["o"])).choices[0]
+        assert (cut.message.content, cut.message.tool_calls) == ("s", None)
+
+
 async def test_tools_that_are_not_offered_or_cannot_be_served_are_refused(tool_serving: Serving, model: Any) -> None:
     async with tool_serving() as served:
+        with pytest.raises(BadRequestError, match="tool_choice: needs tools"):
+            await say(served, ASK, tools=[], tool_choice="required")
         text = (await say(served, ASK, tool_choice="none")).choices[0]
         assert text.message.tool_calls is None
         with pytest.raises(BadRequestError, match="tool_choice: is not among the tools"):

@@ -85,6 +85,21 @@ def test_the_longest_known_history_is_continued() -> None:
     assert conversations.counts == {"first": 1, "continued": 2}
 
 
+def test_answers_of_the_same_text_are_told_apart_by_the_ids_that_the_client_requires() -> None:
+    conversations = Conversations(TOKENIZER, [EOS])
+    first = conversations.prompt([ASK], {})
+    for hidden in ([], [259], [258]):
+        conversations.answered(first, answer("yes"), [*b"yes", *hidden, EOS], is_ended=True)
+    messages = [ASK, answer("yes"), ASK]
+    for hidden, required in (
+        ([258], ()),
+        ([], (*first.token_ids, *b"yes", EOS)),
+        ([259], (*first.token_ids, *b"yes", 259)),
+    ):
+        found = conversations.prompt(messages, {}, required=required).token_ids
+        assert found[len(first.token_ids) :][: 4 + len(hidden)] == (*b"yes", *hidden, EOS)
+
+
 @pytest.mark.parametrize("name", ["chat_template", "tokenize", "conversation"])
 def test_an_argument_of_the_tokenizer_cannot_be_given_as_one_of_the_template(name: str) -> None:
     with pytest.raises(InvalidRequest, match=name):

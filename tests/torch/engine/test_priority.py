@@ -31,6 +31,23 @@ def test_a_higher_priority_takes_the_row_of_the_youngest_and_changes_no_token() 
     engine.check_integrity()
 
 
+def test_memory_is_taken_from_the_lowest_priority_first() -> None:
+    engine = make(max_sequences=3, kv_cache_tokens=208, tree_slots=0, speculation="off")
+    for index in range(2):
+        engine.submit(request(f"rollout {index}", tuple(range(50 * index, 50 * index + 40)), seed=index))
+    engine.step()
+    engine.submit(replace(request("chat", tuple(range(100, 180)), seed=9), priority=2))
+    engine.step()
+    assert not {view.id: view.is_waiting for view in engine.sequences()}["chat"]
+    preempted: dict[str, int] = {}
+    while engine.has_work:
+        for done in engine.step().finished:
+            preempted[done.id] = done.stats.num_preemptions
+    assert preempted["chat"] == 0
+    assert sum(preempted.values()) > 0
+    engine.check_integrity()
+
+
 def test_equal_priorities_wait_in_their_order_and_preempt_nobody() -> None:
     engine = full_engine()
     for name in ("a", "b", "c"):

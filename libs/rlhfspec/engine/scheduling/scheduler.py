@@ -91,13 +91,19 @@ class Scheduler:
         self.prefixes.copy_tails()
 
     def _make_way(self) -> None:
-        """Preempt the youngest sequences of lower priority than those that wait, if these find no free row."""
-        for num_first, urgent in enumerate(list(self.waiting)):
-            if num_first >= len(self.rows.free_rows):
-                lower = [each for each in self.running if each.request.priority < urgent.request.priority]
-                if not lower:
-                    return
-                self.preempt(lower[-1])
+        """Preempt sequences of lower priority than those that wait, if these find no free row."""
+        num_free = len(self.rows.free_rows)
+        for urgent in list(self.waiting):
+            if not self._lower_than(urgent):
+                return
+            if urgent.resting or not self.prefixes.find(urgent).is_pending:
+                if not num_free:
+                    self.preempt(self._lower_than(urgent)[-1])
+                num_free = max(num_free - 1, 0)
+
+    def _lower_than(self, urgent: Sequence) -> list[Sequence]:
+        """Return the running sequences of lower priority, the youngest last."""
+        return [each for each in self.running if each.request.priority < urgent.request.priority]
 
     def _admit(self) -> None:
         """Admit waiting sequences, except those whose prefix another sequence is computing."""
@@ -109,6 +115,10 @@ class Scheduler:
                 passed.append(sequence)
                 continue
             if not self._has_room(sequence, sequence.num_tokens, found.blocks):
+                if lower := self._lower_than(sequence):
+                    self.preempt(lower[-1])
+                    self.waiting.appendleft(sequence)
+                    continue
                 passed.append(sequence)
                 break
             tails = self.prefixes.tails(found)
@@ -138,14 +148,14 @@ class Scheduler:
         )
 
     def make_room(self) -> None:
-        """Give every running row a slot for its next token, preempting the youngest if necessary."""
+        """Give every running row a slot for its next token, preempting the youngest of the lowest priority for it."""
         capacity = self.state.target.table.capacity
         for sequence in list(self.running):
             while sequence.has_row and capacity[sequence.row] < self.rows.lengths[sequence.row] + 1:
                 if self.pool.num_free or self.give_way():
                     self._grow(sequence, 1)
                 elif not self.reclaim(tuple(self.away.values())):
-                    self.preempt(self.running[-1])
+                    self.preempt(min(reversed(self.running), key=lambda each: each.request.priority))
 
     def make_tree_room(self, decode_rows: IntArray, slots_wanted: int) -> None:
         """Give decode rows up to `slots_wanted` slots for tree nodes from free blocks, never evicting a sequence."""

@@ -14,7 +14,6 @@ from rlhfspec.engine.base import TopLogProbs
 from rlhfspec.engine.drafting.base import Forest
 from rlhfspec.engine.drafting.tree import Walk, ancestors
 from rlhfspec.engine.kv.state import EngineState
-from rlhfspec.engine.params import SamplingParams
 from rlhfspec.engine.scheduling.scheduler import StepRows
 from rlhfspec.engine.scheduling.sequences import RowTable
 from rlhfspec.kernels import gumbel
@@ -173,7 +172,7 @@ def top_log_probs(
         request = state.by_row[row].request
         if request.top_log_probs:
             logits = sampled.logits[torch.as_tensor(new.places[index, : kept[index]])].double()
-            values, ids = _best(logits, request.params, request.top_log_probs)
+            values, ids = _best(logits, state.rows, row, request.top_log_probs)
             found[index] = tuple(
                 tuple(pair for pair in zip(tokens, log_probs, strict=True) if pair[1] > -math.inf)
                 for tokens, log_probs in zip(ids.tolist(), values.tolist(), strict=True)
@@ -181,11 +180,14 @@ def top_log_probs(
     return found
 
 
-def _best(logits: torch.Tensor, params: SamplingParams, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _best(logits: torch.Tensor, rows: RowTable, row: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probs and ids of the best tokens under the distribution sampled from; at temperature 0, of one."""
-    if params.temperature == 0:
+    temperature, top_k, top_p = (
+        torch.full((len(logits),), values[row].item(), device=logits.device)
+        for values in (rows.temperatures, rows.top_k, rows.top_p)
+    )
+    if rows.temperatures[row] == 0:
         return logits.max(1, keepdim=True).values * 0, logits.argmax(1, keepdim=True)
-    each = torch.ones(len(logits), device=logits.device)
-    kept = gumbel.kept_tokens(logits, each * params.temperature, (each * params.top_k).int(), each * params.top_p)
-    distribution = (logits / params.temperature).masked_fill(~kept, -torch.inf).log_softmax(1)
+    kept = gumbel.kept_tokens(logits, temperature, top_k, top_p)
+    distribution = (logits / temperature[:, None]).masked_fill(~kept, -torch.inf).log_softmax(1)
     return distribution.topk(min(count, logits.shape[1]), dim=1)

@@ -95,6 +95,7 @@ class _Command:
             overrides = [*kept, f"training.steps={more_steps}"]
         sets = [word for override in overrides for word in ("--set", shown_override(override))]
         way = ["--processes"] if self.processes else []
+        way += ["--serve", str(self.serve)] if self.serve is not None else []
         return shlex.join(["rlhfspec", "run", *way, str(self.job), *sets, "--out", str(self.out), "--resume"])
 
 

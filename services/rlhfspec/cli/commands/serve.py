@@ -84,14 +84,15 @@ def serve(
 
 
 def _model_of(policy: str, status: StatusLine) -> str:
-    """Return the folder of the model; of a run, that of its export, which is written if there is none."""
+    """Return the folder of the model; of a run, that of its best policy, which is exported if it is not there."""
     from rlhfspec.prepare.tiny_paths import made
+    from rlhfspec.runs.folder.choosing import best_or_last
     from rlhfspec.runs.folder.run_folder import RunFolder
 
     run = RunFolder(Path(policy))
     if not run.job_file.exists():
         return made(policy, status)
-    if not run.export.exists():
+    if not run.export.exists() or run.manifest().exported != str(best_or_last(run)):
         from rlhfspec.cli.commands.export import export
 
         status("exporting the policy of the run")
