@@ -67,19 +67,15 @@ class Conversations:
         rendered = self._render(messages, arguments)
         keys = list(accumulate(messages, _longer, initial=_longer(b"", arguments)))
         given = tuple(self._encode(begin))
-        kind = "first"
-        for count in range(len(messages) - 1, 0, -1):
-            turn = self._turn(keys[count], required)
-            if turn is None:
-                continue
-            added = self._added(turn, messages[:count], arguments, rendered)
-            if added is not None:
-                self.counts["continued"] += 1
-                return ChatPrompt((*turn.token_ids.tolist(), *self._encode(added), *given), given, keys[-1])
-            kind = "rewritten"
-            break  # a template that rewrites one answer's history rewrites all of it
-        self.counts[kind] += 1
-        return ChatPrompt((*self._encode(rendered), *given), given, keys[-1])
+        known = (count for count in range(len(messages) - 1, 0, -1) if keys[count] in self._turns)
+        count = next(known, 0)  # of the longest known history
+        turn = self._turn(keys[count], required) if count else None
+        added = None if turn is None else self._added(turn, messages[:count], arguments, rendered)
+        if turn is None or added is None:
+            self.counts["first" if turn is None else "rewritten"] += 1
+            return ChatPrompt((*self._encode(rendered), *given), given, keys[-1])
+        self.counts["continued"] += 1
+        return ChatPrompt((*turn.token_ids.tolist(), *self._encode(added), *given), given, keys[-1])
 
     def _turn(self, key: bytes, required: Sequence[int]) -> _Turn | None:
         turns = self._turns.get(key, [])

@@ -6,15 +6,12 @@ import asyncio
 import hashlib
 import hmac
 import json
-import logging
 import os
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from aiohttp import web
 
@@ -36,10 +33,9 @@ from rlhfspec.door.words import Words
 from rlhfspec.engine.base import Request
 from rlhfspec.engine.scheduling.text import cut_at_stop
 from rlhfspec.errors import InvalidRequest, RLHFSpecError
+from rlhfspec.stage.threads import ComputeThread
 
-_T = TypeVar("_T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-log = logging.getLogger("rlhfspec.door")
 MODEL_NAME = "policy"  # of every door's model, beside its own name
 _MOST_BYTES = 8 << 20  # of a request
 _MOST_OPEN = 1024  # responses at a time; more are asked to come again
@@ -63,7 +59,7 @@ class PolicyDoor:
         self._tools = tools
         self.conversations = Conversations(tokenizer, engine.eos_token_ids)
         self.num_open = 0
-        self._preparing = ThreadPoolExecutor(1, thread_name_prefix="prompts")  # one: tokenizers are not thread-safe
+        self._preparing = ComputeThread("prompts")  # renders and encodes text, which takes seconds if it is long
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._guard], client_max_size=_MOST_BYTES)
@@ -138,12 +134,12 @@ class PolicyDoor:
         if body.offers_tools and self._tools is None:
             raise InvalidRequest("tools", f"{len(body.tools or ())} tools", "are not served: start with --tool-parser")
         if body.must_call:
-            begin = await self._prepared(
-                partial(self.conversations.begin_of_call, messages, arguments, body.name_of_tool)
+            begin = await self._preparing.in_thread(
+                self.conversations.begin_of_call, messages, arguments, body.name_of_tool
             )
         wanted = tuple(body.required_prefix_token_ids or ())
-        prompt = await self._prepared(
-            partial(self.conversations.prompt, messages, arguments, begin=begin, required=wanted)
+        prompt = await self._preparing.in_thread(
+            self.conversations.prompt, messages, arguments, begin=begin, required=wanted
         )
         if prompt.token_ids[: len(wanted)] != wanted:
             raise InvalidRequest(
@@ -160,7 +156,7 @@ class PolicyDoor:
         body = read(CompletionBody, await request.read())
         self._refuse_model(body.model)
         self._refuse_too_many(len(body.prompts) * (body.n or 1))
-        prompts = await self._prepared(lambda: [self._encoded(each) for each in body.prompts])
+        prompts = await self._preparing.in_thread(lambda: [self._encoded(each) for each in body.prompts])
         asks = self._asks(body, prompts, _COMPLETION_TOKENS)
         return await self._answer(request, body, asks)
 
@@ -176,10 +172,12 @@ class PolicyDoor:
         body = read(TokenizeBody, await request.read())
         if body.messages is not None:
             messages = [each.for_template() for each in body.messages]
-            token_ids = (await self._prepared(partial(self.conversations.prompt, messages, {}))).token_ids
+            token_ids = (await self._preparing.in_thread(self.conversations.prompt, messages, {})).token_ids
         elif body.prompt is not None:
-            encode = partial(self._tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens)
-            token_ids = tuple(await self._prepared(encode))
+            encode = self._tokenizer.encode
+            token_ids = tuple(
+                await self._preparing.in_thread(encode, body.prompt, add_special_tokens=body.add_special_tokens)
+            )
         else:
             raise InvalidRequest("prompt", None, "or messages must be given")
         most = self._engine.max_context
@@ -198,10 +196,6 @@ class PolicyDoor:
             raise web.HTTPTooManyRequests(
                 text=f"{self.num_open} responses are open; come again", headers={"Retry-After": str(_RETRY_SECONDS)}
             )
-
-    async def _prepared(self, prepare: Callable[[], _T]) -> _T:
-        """Render or encode text in a thread of its own, because a long one takes seconds."""
-        return await asyncio.get_running_loop().run_in_executor(self._preparing, prepare)
 
     def _encoded(self, prompt: str | list[int]) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
@@ -311,23 +305,20 @@ class PolicyDoor:
                     raise RLHFSpecError(piece.error)
                 token_ids += piece.token_ids
                 response = ask.response
-                response.text = words.feed(piece.token_ids)
                 response.token_ids, response.finish_reason = piece.token_ids, piece.finish_reason
                 response.log_probs, response.tempered_log_probs = piece.log_probs, piece.tempered_log_probs
                 response.top_log_probs = list(piece.top_log_probs)
                 response.weights_versions = [piece.weights_version] * len(piece.token_ids)
-                if piece.finish_reason is not None:
-                    response.text += words.end()
-                if ask.tools is not None:
-                    self._read_calls(ask, response, token_ids)
+                is_over = piece.finish_reason is not None
+                if ask.tools is None:
+                    response.text = words.feed(piece.token_ids) + (words.end() if is_over else "")
+                elif is_over:  # a call goes out whole
+                    self._read_calls(ask, ask.tools, response, token_ids)
                 yield response
 
-    def _read_calls(self, ask: _Ask, response: Response, token_ids: list[int]) -> None:
-        """Hold text back until the response is whole, then take its calls out; a malformed one stays text."""
-        response.text = ""
-        if response.finish_reason is None or ask.tools is None:
-            return
-        found = ask.tools.read(token_ids, f"call-{ask.request.seed:016x}")
+    def _read_calls(self, ask: _Ask, tools: ToolCalls, response: Response, token_ids: list[int]) -> None:
+        """Divide a whole response into text and calls; a malformed call stays text."""
+        found = tools.read(token_ids, f"call-{ask.request.seed:016x}")
         if found is None:
             self.conversations.counts["malformed calls"] += 1
             found = str(self._tokenizer.decode(token_ids, skip_special_tokens=True)), []
@@ -346,7 +337,7 @@ def variables(host: str, port: int, token: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Ask:
-    """One choice of an answer."""
+    """Choice of an answer that is still to be generated."""
 
     index: int
     seed: int  # of the request
