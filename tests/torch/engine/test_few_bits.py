@@ -17,7 +17,10 @@ from rlhfspec.engine.scheduling.speculation import Speculator
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.tiny import MODEL_KINDS, perturbed
 
-pytestmark = pytest.mark.skipif(not DRAFTS_FOR_ITSELF, reason="needs the kernels of a CPU")
+pytestmark = [
+    pytest.mark.skipif(not DRAFTS_FOR_ITSELF, reason="needs the kernels of a CPU"),
+    pytest.mark.on_the_cpu("test_few_bits_device.py has what holds on a device"),
+]
 CHAIN = DraftPlan(drafter="model", depth=5)
 
 

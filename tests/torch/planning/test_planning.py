@@ -128,3 +128,11 @@ def test_kv_takes_what_is_left_and_no_more_than_all_sequences_use() -> None:
     assert 0.8 * 48e9 < small.total <= 0.85 * 48e9
     assert large.parts["KV"] == 64 * (512 + 24 + 80) * 32 * 2048 * 4
     assert generator(settings, shapes, 192 * 10**9, 3).count == 3
+
+
+def test_a_policy_that_drafts_for_itself_has_its_copy_beside_the_weights() -> None:
+    shapes = {"path": shape_of(config_of("8b"), name="8b")}
+    plain, drafting = (
+        generator(spec_of(model={"drafter": drafter}), shapes, 192 * 10**9, 1) for drafter in (None, "self")
+    )
+    assert 4.4e9 < drafting.parts["weights"] - plain.parts["weights"] < 4.6e9

@@ -3,7 +3,8 @@
 A CPU maps memory on demand, so every row gets room for a full context. A device's memory is taken at the start.
 
     budget = the device's memory x fraction          # of this process
-    KV     = budget - the process's memory there - 2 x largest forward    # one plain, one in captured graphs
+    KV     = budget - the process's memory there - 2 x largest forward - reserved
+                                     # one plain, one in captured graphs; a copy of the weights in few bits
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def least(config: EngineConfig) -> EngineConfig:
     return config.holding(config.table_width // config.block_size)
 
 
-def sized(config: EngineConfig, runners: Sequence[ModelRunner], group: Ranks | None) -> EngineConfig:
-    """Resize the runners' KV to the device, and return the configuration with that many blocks."""
+def sized(config: EngineConfig, runners: Sequence[ModelRunner], group: Ranks | None, reserved: int = 0) -> EngineConfig:
+    """Resize the runners' KV to the device without `reserved` bytes. Return the configuration with that many blocks."""
     device = torch.device(config.device)
     if config.kv_cache_tokens is not None or not is_measured(device):
         return config
@@ -43,7 +44,7 @@ def sized(config: EngineConfig, runners: Sequence[ModelRunner], group: Ranks | N
         raise InvalidRequest(FIELD, config.gpu_memory_fraction, f"the largest forward: {first_line(error)}") from error
     for runner in runners:
         runner.hold(0)
-    room = free_bytes(device, config.gpu_memory_fraction) - _FORWARDS * forward
+    room = free_bytes(device, config.gpu_memory_fraction) - _FORWARDS * forward - reserved
     num_bytes = sum(runner.bytes_per_position for runner in runners) * config.block_size
     num_blocks = min(config.num_blocks, max(room, 0) // num_bytes)
     if group is not None:

@@ -14,7 +14,7 @@ from rlhfspec.common.ranks.group import Ranks
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.distilling.student import Student
 from rlhfspec.engine.forward import constant_shape
-from rlhfspec.engine.forward.few_bits import FewBits
+from rlhfspec.engine.forward.few_bits import FewBits, bytes_on_a_device
 from rlhfspec.engine.forward.led import Others, follow
 from rlhfspec.engine.forward.memory import least, sized
 from rlhfspec.engine.forward.runner import ModelRunner, RunnerConfig
@@ -54,7 +54,7 @@ def make_state(
             raise InvalidRequest("drafter", own, problem)
         own = None
     student = _student(draft, config)
-    config, (target, *others) = make_runners(model, config, draft, group)
+    config, (target, *others) = make_runners(model, config, draft, group, has_few_bits=own is not None)
     cut = cut_of(model)
     if group is not None and cut is not None:
         target.others = Others(group, cut)
@@ -75,8 +75,8 @@ def make_state(
 def _why_not_of_the_policy(config: EngineConfig, group: Ranks | None) -> str:
     if group is not None:
         return "is not possible with a model that is split over several processes"
-    if _runner_config(config, "model").arithmetic == "torch":
-        return "needs the CPU kernels"
+    if config.device.startswith("cpu") and _runner_config(config, "model").arithmetic == "torch":
+        return "needs the CPU kernels on a CPU"
     return ""
 
 
@@ -95,7 +95,7 @@ def follow_engine(model: Any, config: EngineConfig, group: Ranks) -> None:
 
 
 def make_runners(
-    model: Any, config: EngineConfig, draft: Any, group: Ranks | None
+    model: Any, config: EngineConfig, draft: Any, group: Ranks | None, *, has_few_bits: bool = False
 ) -> tuple[EngineConfig, list[ModelRunner]]:
     _check_positions(model, draft, config.max_context)
     if config.device.startswith("cpu"):
@@ -108,7 +108,7 @@ def make_runners(
         problem = f"vocabulary size must equal the target's {target.vocab_size}"
         raise InvalidRequest("drafter", draft_runner.vocab_size, problem)
     runners = [target] if draft_runner is None else [target, draft_runner]
-    return sized(wanted, runners, group), runners
+    return sized(wanted, runners, group, bytes_on_a_device(model) if has_few_bits else 0), runners
 
 
 def _check_positions(model: Any, draft: Any, max_context: int) -> None:

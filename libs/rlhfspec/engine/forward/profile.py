@@ -14,7 +14,7 @@ from rlhfspec.engine.forward.device import wait_for
 from rlhfspec.engine.forward.graphs import EXTRA_BUCKETS
 from rlhfspec.engine.forward.runner import ModelRunner
 from rlhfspec.engine.forward.staging import Staging
-from rlhfspec.engine.kv.state import EngineState
+from rlhfspec.engine.kv.state import EngineState, KVSpace, SharedSpace
 from rlhfspec.job.choices.drafters import DRAFTERS
 from rlhfspec.kernels import gumbel
 from rlhfspec.kernels.tree_attention import AttentionMeta
@@ -49,7 +49,10 @@ def unmeasured() -> CostModel:
 def record(state: EngineState) -> None:
     config = state.config
     deepest = 0 if config.speculation == "off" else EXTRA_BUCKETS[-1]
-    for space in state.spaces:
+    spaces: list[KVSpace | SharedSpace] = [*state.spaces]
+    if isinstance(state.draft, SharedSpace):
+        spaces.append(state.draft)
+    for space in spaces:
         most_rows = config.prefill_chunk + config.max_sequences * (1 + (config.tree_slots if deepest else 0))
         space.runner.record(space.table.slots, most_rows=most_rows, depth=deepest)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 import time
@@ -177,6 +178,17 @@ class ModelRunner:
         )  # fmt: skip
         if self._graphs is not None:  # recorded with the old tensor
             self._graphs = GraphedForward(self._run_layers, config.device)
+
+    def over_the_same_kv(self, model: Any) -> ModelRunner:
+        """Return a runner of another model of this architecture, which shares this one's KV."""
+        other = copy.copy(self)
+        other.config = replace(self.config, exact_rows=0)
+        other.parts = CausalLM(model)
+        if self.native is not None:
+            other.native = other.native_decoder()
+        if self._graphs is not None:
+            other._graphs = GraphedForward(other._run_layers, self.config.device, self._graphs.capture)
+        return other
 
     @torch.inference_mode()
     def record(self, slot_table: IndexArray, *, most_rows: int, depth: int) -> None:

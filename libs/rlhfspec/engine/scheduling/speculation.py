@@ -40,7 +40,7 @@ from rlhfspec.huggingface.devices import name_of
 from rlhfspec.job.choices.drafters import ADAPTIVE, DRAFTERS, OFF
 
 log = logging.getLogger(__name__)
-_EXPECTED_ACCEPTANCE, _DEEPEST = 0.95, 16  # assumed for the policy's 8-bit copy before it has drafted
+_DEEPEST = 16  # of the drafts by which `drafter: auto` decides
 _LEAST_GAIN = 1.05  # over plain decoding, or `drafter: auto` uses no draft model
 
 
@@ -91,8 +91,8 @@ class Speculator:
 
     def _go_without_what_cannot_pay(self) -> None:
         few_bits = self.state.few_bits
-        if few_bits is not None and few_bits.is_optional and not _pays(self.costs):
-            log.info("self-drafting is off: the policy's 8-bit copy is not fast enough on this machine")
+        if few_bits is not None and few_bits.is_optional and not _pays(self.costs, few_bits.expected_acceptance):
+            log.info("self-drafting is off: the policy's quantised copy is not fast enough on this machine")
             self.state.draft = self.state.few_bits = None
             self.drafters = _drafters(self.state)
 
@@ -232,10 +232,10 @@ class Speculator:
         return [] if plan.drafter is None else [self.drafters[plan.drafter]]
 
 
-def _pays(costs: CostModel) -> bool:
-    """Return whether drafting for one sequence pays at an assumed high acceptance."""
+def _pays(costs: CostModel, acceptance: float) -> bool:
+    """Return whether drafting for one sequence pays at this acceptance."""
     target, depths = costs.table(TARGET), np.arange(1, _DEEPEST + 1)
-    tokens = 1.0 + (_EXPECTED_ACCEPTANCE**depths).cumsum()
+    tokens = 1.0 + (acceptance**depths).cumsum()
     seconds = target.seconds_array(1 + depths) + depths * costs.table(draft_kind("model")).seconds(1)
     return bool((tokens / seconds).max() > _LEAST_GAIN / target.seconds(1))
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 from rlhfspec import job
 from rlhfspec.errors import InvalidRequest, did_you_mean
+from rlhfspec.job.choices.drafters import MADE_OF_THE_POLICY
 from rlhfspec.messages.loop import workers_of
 from rlhfspec.training.learning.memory import fits_into
 from rlhfspec.training.modeling.log_probs import LOGITS_AT_A_TIME
@@ -132,6 +133,8 @@ def generator(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int, cou
     size, generation = BYTES[spec.generation.dtype], spec.generation
     models = [(shapes["path"], processes), *([(shapes["drafter"], 1)] if "drafter" in shapes else [])]
     weights = sum(shape.num_parameters // parts for shape, parts in models) * size
+    if spec.model.drafter in MADE_OF_THE_POLICY:
+        weights += _in_few_bits(shapes["path"])
     forwards = 2 * max(_forward(shape, size, generation.max_sequences) for shape, _ in models)
     position = sum(shape.num_layers * shape.kv_width // parts for shape, parts in models) * size
     context = spec.max_context + 80  # the room of a tree's nodes, in whole blocks
@@ -143,6 +146,11 @@ def generator(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int, cou
     return Needs(
         role="generator", count=count * processes, parts=parts, notes=(note,), fraction=generation.gpu_memory_fraction
     )
+
+
+def _in_few_bits(shape: ModelShape) -> int:
+    """Return the bytes of a copy with 4.5 bits a weight of the layers and 8.5 of the head (few_bit_linear.py)."""
+    return (9 * shape.num_layers * shape.block_parameters + 17 * shape.head_parameters) // 16
 
 
 def scorer(spec: job.Spec, shape: ModelShape, stage: str, count: int) -> Needs:
