@@ -22,13 +22,13 @@ from gpu_parts.measure import Day, Found
 
 # Parts in order, with the share of the time that each may take.
 PARTS = {
-    "environment": 1, "twins": 2, "law": 3, "waits": 2, "kernels": 4, "engine": 4, "training": 4, "scorers": 2,
-    "ranks": 2, "weights": 2, "loop": 4, "vllm": 6,
+    "environment": 1, "twins": 2, "law": 3, "waits": 2, "kernels": 4, "few_bits": 3, "engine": 4, "training": 4,
+    "scorers": 2, "ranks": 2, "weights": 2, "loop": 4, "vllm": 6,
 }  # fmt: skip
 ROOMS = {
     "environment": "correct", "twins": "correct", "law": "correct", "waits": "correct", "kernels": "kernels",
-    "engine": "speed", "scorers": "speed", "training": "training", "ranks": "training", "weights": "weights",
-    "loop": "training", "vllm": "vllm",
+    "few_bits": "few_bits", "engine": "speed", "scorers": "speed", "training": "training", "ranks": "training",
+    "weights": "weights", "loop": "training", "vllm": "vllm",
 }  # fmt: skip
 LEAST_SECONDS = 30.0
 LAST_WORDS = 600  # characters of a failed part's traceback

@@ -17,6 +17,7 @@ from rlhfspec.kernels import gumbel
 from rlhfspec.kernels.kv_pack import pack_slots, pack_slots_reference
 from rlhfspec.kernels.tree_attention import tree_attention, tree_attention_reference
 
+CHAIN = DraftPlan(drafter="model", depth=3)
 TREE = DraftPlan(drafter="suffix", depth=4, width=2, branch=2)
 
 
@@ -89,6 +90,7 @@ def law(day: Day) -> None:
     day.tell("law", "tokens compared, each way", tokens)
     ways = {
         "trees of suffixes": engine_of(day, model, speculation=TREE, **room),
+        "the policy in few bits": engine_of(day, model, draft="self", speculation=CHAIN, **room),
         "four at a time": engine_of(day, model, speculation="off", **room | {"max_sequences": 4}),
         "preempted": engine_of(day, model, speculation="off", **room, kv_cache_tokens=len(asked) * 160),
     }

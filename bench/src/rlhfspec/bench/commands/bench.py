@@ -60,6 +60,7 @@ def generate(
     tokens: Annotated[int | None, typer.Option(min=1, max=512, help="Response length in tokens.")] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="Temperature of sampling.")] = 1.0,
     dtype: Annotated[str, typer.Option(help="Data type: bfloat16 or float32.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="Device of our engine, such as cuda; the others run on the CPU.")] = "cpu",
     vllm_python: Annotated[
         str | None, typer.Option(help="Python interpreter of an environment with vLLM.", envvar="RLHFSPEC_VLLM_PYTHON")
     ] = None,
@@ -80,7 +81,7 @@ def generate(
         repeats=repeats,
         num_tokens=tokens,
     )
-    given |= {"temperature": temperature, "dtype": dtype}
+    given |= {"temperature": temperature, "dtype": dtype, "device": device}
     given |= {"vllm_python": vllm_python, "vllm_draft_tokens": vllm_draft_tokens}
     wanted = [_checked_pair(name) for name in pairs.split(",")] if model is None else ["english"]
     if "budget_seconds" in given:

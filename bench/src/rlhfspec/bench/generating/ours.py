@@ -31,6 +31,7 @@ class OurWorker:
             arguments["target"],
             drafter=arguments["draft"],
             dtype=arguments["dtype"],
+            device=arguments["device"],
             num_threads=arguments["num_threads"],
             max_sequences=arguments["max_sequences"],
             max_context=arguments["max_context"],

@@ -49,6 +49,7 @@ class BenchSettings:
     num_tokens: int = 128
     temperature: float = 1.0
     dtype: str = "bfloat16"
+    device: str = "cpu"  # of our engine
     vllm_python: str | None = None
     vllm_draft_tokens: int = 4
     budget_seconds: float | None = None
@@ -165,6 +166,7 @@ class Benchmark:
             "target": self._settings.target,
             "draft": self._settings.draft,
             "dtype": self._settings.dtype,
+            "device": self._settings.device,
             "num_threads": num_threads,
             "max_context": MAX_CONTEXT,
             "max_sequences": 64,
