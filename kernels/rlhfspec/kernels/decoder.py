@@ -49,8 +49,9 @@ class _DecoderStruct(ctypes.Structure):
 
     _fields_ = [
         ("layers", _POINTER), ("embedding", _POINTER), ("cosine", _POINTER), ("sine", _POINTER),
-        ("final_norm", _Norm), ("head", _LinearStruct), ("kv", _POINTER),
-        ("num_layers", _LONG), ("hidden", _LONG), ("num_heads", _LONG), ("num_kv_heads", _LONG), ("head_dim", _LONG),
+        ("final_norm", _Norm), ("head", _LinearStruct), ("kv", _POINTER), ("taps", _POINTER),
+        ("num_taps", _LONG), ("num_layers", _LONG), ("kv_layers", _LONG), ("hidden", _LONG),
+        ("num_heads", _LONG), ("num_kv_heads", _LONG), ("head_dim", _LONG),
         ("block_size", _LONG), ("kv_is_bf16", _LONG), ("split", _LONG), ("scale", _FLOAT),
     ]  # fmt: skip
 
@@ -64,6 +65,7 @@ class DecoderParts:
     scale: float
     sliding_windows: list[int]  # per layer, 0 = none
     split: int  # positions per attention softmax
+    taps: tuple[int, ...] = ()  # layers whose input `forward` tells, ascending
 
 
 class NativeDecoder:
@@ -79,7 +81,9 @@ class NativeDecoder:
         self.num_slots = kv.shape[0] * kv.shape[3]
         self.vocab_size = parts.head.out_features
         self._forward = build.function("decoder_forward")
-        self._forward.argtypes = [_POINTER] * 4 + [_LONG, _POINTER, _LONG, _POINTER, _INT]
+        self._forward.argtypes = [_POINTER] * 4 + [_LONG, _POINTER, _LONG, _POINTER, _POINTER, _INT]
+        self._taps = np.array(parts.taps, np.int64)
+        self.tapped = torch.empty(0)  # [N, taps, hidden] inputs of the tapped layers in the last forward
         build.check_sizes("decoder", ctypes.sizeof(_DecoderStruct), ctypes.sizeof(_Layer))
         self.bind()
 
@@ -88,12 +92,13 @@ class NativeDecoder:
         windows = self.parts.sliding_windows
         layers = [_layer(layer, window) for layer, window in zip(inner.layers, windows, strict=True)]
         self._layers = (_Layer * len(layers))(*layers)
-        _, num_layers, _, block_size, num_kv_heads, head_dim = self.kv.shape
+        _, kv_layers, _, block_size, num_kv_heads, head_dim = self.kv.shape
         self._struct = _DecoderStruct(
             ctypes.addressof(self._layers), inner.embed_tokens.weight.data_ptr(),
             self.rotary[0].data_ptr(), self.rotary[1].data_ptr(),
             _norm(inner.norm), _linear(self.parts.head), self.kv.data_ptr(),
-            num_layers, inner.embed_tokens.embedding_dim, self.num_heads, num_kv_heads, head_dim,
+            self._taps.ctypes.data, len(self._taps), len(layers), kv_layers,
+            inner.embed_tokens.embedding_dim, self.num_heads, num_kv_heads, head_dim,
             block_size, self.kv.dtype == torch.bfloat16, self.parts.split, self.parts.scale,
         )  # fmt: skip
         self.address = ctypes.addressof(self._struct)
@@ -112,9 +117,10 @@ class NativeDecoder:
         if batch.highest_slot >= self.num_slots:
             raise ValueError(f"meta: slot {batch.highest_slot} is outside the cache's {self.num_slots}")
         logits = torch.empty((len(wanted), self.vocab_size))
+        self.tapped = torch.empty((len(tokens), len(self._taps), self.parts.inner.embed_tokens.embedding_dim))
         self._forward(
             self.address, batch.address, tokens.ctypes.data, positions.ctypes.data, len(tokens),
-            wanted.ctypes.data, len(wanted), logits.data_ptr(), build.num_threads(),
+            wanted.ctypes.data, len(wanted), logits.data_ptr(), self.tapped.data_ptr(), build.num_threads(),
         )  # fmt: skip
         return logits
 

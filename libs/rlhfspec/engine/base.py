@@ -139,6 +139,8 @@ class LearningReport:
     saved_seconds: float = 0.0  # saved in steps, compared with the drafter at the start; an estimate
     tokens_before: float | None = None  # per verification, before the drafter had learnt anything
     tokens_now: float | None = None
+    agreement_before: float | None = None  # overlap with the policy on unseen text, as the drafter was at the start
+    agreement_now: float | None = None
     num_accepted: tuple[int, ...] = ()  # verifications in which 0, 1, 2, ... drafted tokens were accepted
     version: int = 0  # tokens learnt from, here or in the engine it was taken from
 

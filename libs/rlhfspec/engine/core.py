@@ -148,7 +148,7 @@ class Engine(Moves):
         kept, reasons = commit.truncate(rows, new)
         commit.stop_at_strings(state, new, kept, reasons)
         if self.learning is not None and self.learning.records:
-            self.learning.record(new, kept, sampled.logits)
+            self.learning.record(new, kept, sampled.logits, batch.logit_rows)
         commit.append(rows, new, kept, state.weights_version)
         commit.count(rows, decode_rows, forest, new, kept)
         rows.count_step(decode_rows, proposal.plan.name)

@@ -8,7 +8,7 @@ from typing import Any
 from rlhfspec.common.ranks.group import Ranks
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import Engine, make_engine
-from rlhfspec.engine.forward.models import follow_engine
+from rlhfspec.engine.forward.models import follow_engine, load_drafter
 from rlhfspec.huggingface.cutting import load_part
 from rlhfspec.huggingface.devices import device_of, settled
 from rlhfspec.huggingface.loading import load_stored
@@ -25,7 +25,7 @@ def make(job: RLHFJob, load_tokenizer: Callable[[], Any], group: Ranks | None = 
     target = _target(job, group)
     draft: Any = model.drafter if may_run_draft_model(job.spec.generation.speculation.mode) else None
     if draft not in (None, *MADE_OF_THE_POLICY):
-        draft = load_stored(draft, field="spec.model.drafter")
+        draft = load_drafter(draft, target, field="spec.model.drafter")
     return make_engine(target, _config(job), draft=draft, tokenizer=load_tokenizer(), group=group)
 
 

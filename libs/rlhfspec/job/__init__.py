@@ -50,8 +50,8 @@ class Model(Block):
     tokenizer: str | None = Field(None, description="Folder or hub id of the tokenizer; null: the policy's own.")
     drafter: Annotated[str | None, Mark.RESUMABLE] = Field(
         None,
-        description="Draft model for speculative decoding: a smaller causal LM with the same vocabulary; self: the "
-        "policy with quantised weights; auto: self where it makes generation faster.",
+        description="Draft model for speculative decoding: a smaller causal LM with the same vocabulary, or an EAGLE-3 "
+        "drafter; self: the policy with quantised weights; auto: self where it makes generation faster.",
     )
     reference: str | None = Field(
         None, description="Reference model of the KL; null: the policy as it was at the start."

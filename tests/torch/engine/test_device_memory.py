@@ -18,7 +18,7 @@ from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.forward import chunks, graphs, profile, runner
 from rlhfspec.engine.forward.staging import Staging
 from rlhfspec.engine.kv.cache import SlotTable
-from rlhfspec.engine.kv.state import KVSpace
+from rlhfspec.engine.kv.space import KVSpace
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.kernels.tree_attention import AttentionMeta
 from rlhfspec.tiny import perturbed, random_model

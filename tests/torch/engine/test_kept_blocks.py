@@ -10,7 +10,7 @@ from on_device import BY_COMPANY
 
 from rlhfspec.engine import Completion, Engine, Request
 from rlhfspec.engine.drafting.base import DraftPlan
-from rlhfspec.engine.kv.state import KVSpace
+from rlhfspec.engine.kv.space import KVSpace
 
 WHOLE_BLOCKS, TAILS = (26, 26, 26, 26, 27, 29), (16, 16, 12, 10, 10, 10)  # six prompts of 2,634 tokens
 NUM_SAMPLES, NUM_ROWS = 16, 6

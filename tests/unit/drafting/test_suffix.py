@@ -358,6 +358,8 @@ class Successors:
     def prefix_computed(self, row: int) -> None:
         """Return 0, as nothing is shared."""
 
+    def forget(self, row: int) -> None: ...
+
 
 class RestartedModelDrafter(ModelDrafter):
     """Drafter whose engine reports a row's cache when a sequence begins."""

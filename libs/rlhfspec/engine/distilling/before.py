@@ -8,11 +8,23 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+import numpy as np
+import torch
+from torch import nn
+
 from rlhfspec.engine.base import LearningReport, Request
-from rlhfspec.engine.core import Engine
+from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.core import Engine, make_engine
+from rlhfspec.engine.distilling.eagle_student import EagleStudent
+from rlhfspec.engine.distilling.student import LearningCopy, Student
+from rlhfspec.engine.forward.models import load_drafter
 from rlhfspec.engine.params import SamplingParams
+from rlhfspec.huggingface.heads.eagle import is_eagle, load_head, new_head
+from rlhfspec.huggingface.loading import load_model, load_stored
 
 AT_ONCE = 16  # sequences learnt from at a time
+_SAMPLED = 64  # answers whose tokens are counted
+_MOST_DRAFTED, _SHARE_DRAFTED = 32768, 6  # tokens of a new head; its output costs most of its time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +61,33 @@ def distil(
                 pass
             said(learning.report)
     return learning.report
+
+
+def begin(
+    path: str, drafter: str | None, config: EngineConfig, prompts: Sequence[Sequence[int]], params: SamplingParams
+) -> Engine:
+    """Return an engine whose drafter learns: the one named, or a new EAGLE-3 head."""
+    model = load_stored(path)
+    if drafter is not None:
+        return make_engine(model, config, draft=load_drafter(drafter, model, field="drafter"))
+    weight = model.get_output_embeddings().weight.detach().clone()
+    engine = make_engine(model, config, draft=new_head(model, min(_MOST_DRAFTED, len(weight) // _SHARE_DRAFTED)))
+    student, eagle = engine.state.student, engine.state.eagle
+    assert isinstance(student, EagleStudent)
+    assert eagle is not None
+    answers = engine.generate([tuple(prompt) for prompt in prompts[:_SAMPLED]], params)
+    counts = np.bincount(np.concatenate([answer.token_ids for answer in answers]), minlength=len(weight))
+    ids = np.sort(np.argsort(-counts, kind="stable")[: student.model.num_draft_tokens])
+    student.draft_with(ids.tolist(), weight[torch.from_numpy(ids)])
+    eagle.load_weights(student.state_dict())
+    return engine
+
+
+def student_of(drafter: str) -> LearningCopy:
+    """Load a drafter to take learnt weights."""
+    if is_eagle(drafter):
+        return EagleStudent(load_head(drafter).float(), nn.Identity())
+    return Student(load_model(drafter), max_context=1)
 
 
 def drafter_of(engine: Engine) -> Any:

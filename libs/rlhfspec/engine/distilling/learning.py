@@ -13,7 +13,8 @@ from rlhfspec.common.arrays import FloatArray, IntArray
 from rlhfspec.engine.base import Learning, LearningReport, Learnt
 from rlhfspec.engine.distilling.lessons import LONGEST_LESSON, NUM_LABELS, LessonRecorder, LessonRing
 from rlhfspec.engine.distilling.pays import LearningBudget
-from rlhfspec.engine.distilling.student import Student
+from rlhfspec.engine.distilling.student import LearningCopy
+from rlhfspec.engine.forward.eagle_forward import EagleForward
 from rlhfspec.engine.forward.runner import ModelRunner
 from rlhfspec.engine.kv.state import EngineState
 from rlhfspec.engine.scheduling.sequences import RowTable, Sequence
@@ -41,19 +42,23 @@ def next_look(num_steps: int) -> int:
 
 
 def drafter_learning(state: EngineState) -> DraftLearning | None:
-    if state.student is None or state.draft is None:
+    if state.student is None:
         return None
+    drafts = state.eagle if state.draft is None else state.draft.runner
+    assert drafts is not None
     learning = state.config.learning
     budget = LearningBudget(share=float(learning) if isinstance(learning, float | int) else None)
-    return DraftLearning(state.student, state.draft.runner, state.rows, budget)
+    return DraftLearning(state.student, drafts, state.rows, budget)
 
 
 class DraftLearning:
-    """Learning loop that trains `student`, a copy of the draft model, and hands its weights to `runner`."""
+    """Learning loop that trains `student`, a copy of the drafter, and hands its weights to `drafts`."""
 
-    def __init__(self, student: Student, runner: ModelRunner, rows: RowTable, budget: LearningBudget) -> None:
+    def __init__(
+        self, student: LearningCopy, drafts: ModelRunner | EagleForward, rows: RowTable, budget: LearningBudget
+    ) -> None:
         self._student = student
-        self._runner = runner
+        self._drafts = drafts
         self._rows = rows
         self._ring = LessonRing(most_tokens=RING_TOKENS, passes=PASSES)
         self._recorder = LessonRecorder(self._ring)
@@ -83,7 +88,8 @@ class DraftLearning:
         recorder = self._recorder
         return bool(recorder.within or (recorder.rows and self.budget.may_record(LONGEST_LESSON)))
 
-    def record(self, new: Committed, kept: IntArray, logits: torch.Tensor) -> None:
+    def record(self, new: Committed, kept: IntArray, logits: torch.Tensor, logit_rows: IntArray) -> None:
+        """Record labels of committed tokens. `logit_rows`: each logit's row in the forward."""
         began = time.perf_counter()
         chosen = self._chosen(new.rows.tolist(), kept)
         if not chosen:
@@ -91,10 +97,16 @@ class DraftLearning:
         places = [new.places[s, : kept[s]] for s in chosen]
         rows = new.rows[chosen]
         ids, log_probs = _labels(logits, places, [self._temperature(row) for row in rows.tolist()])
+        states = None
+        if isinstance(self._drafts, EagleForward):
+            states = self._drafts.states_of(logit_rows[np.concatenate(places)])
         first = 0
         for row, place in zip(rows.tolist(), places, strict=True):
             length, last = int(self._rows.lengths[row]), first + len(place)
-            self._recorder.note(row, length, ids[first:last], log_probs[first:last], self._rows.tokens[row, :length])
+            self._recorder.note(
+                row, length, ids[first:last], log_probs[first:last], self._rows.tokens[row, :length],
+                None if states is None else states[first:last],
+            )  # fmt: skip
             first = last
         self.budget.recorded(seconds=time.perf_counter() - began, num_tokens=first)
 
@@ -188,7 +200,7 @@ class DraftLearning:
             self._num_unseen = 0
 
     def _hand_over(self) -> None:
-        self._runner.load_weights(self._student.state_dict(at_first=not self._is_better))
+        self._drafts.load_weights(self._student.state_dict(at_first=not self._is_better))
 
     def _temperature(self, row: int) -> float:
         return float(self._rows.temperatures[row]) or 1.0

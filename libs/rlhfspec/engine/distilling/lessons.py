@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from rlhfspec.common.arrays import FloatArray, IntArray
 
@@ -22,6 +23,7 @@ class Lesson:
     label_ids: IntArray  # [n, K] the target's likeliest tokens, per labelled token
     label_log_probs: FloatArray  # [n, K] under the tempered target
     temperature: float
+    states: torch.Tensor | None = None  # [n, taps * width] of the target's layers where each label was made
 
     @property
     def num_labels(self) -> int:
@@ -87,6 +89,7 @@ class _Recording:
     start: int = 0
     ids: list[IntArray] = field(default_factory=list)
     log_probs: list[FloatArray] = field(default_factory=list)
+    states: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def num_labels(self) -> int:
@@ -106,7 +109,10 @@ class LessonRecorder:
         if len(self.rows) < _MAX_RECORDED_ROWS:
             self.rows[row] = _Recording(temperature)
 
-    def note(self, row: int, position: int, ids: IntArray, log_probs: FloatArray, tokens: IntArray) -> None:
+    def note(
+        self, row: int, position: int, ids: IntArray, log_probs: FloatArray, tokens: IntArray,
+        states: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Add labels [n, K] of a row's tokens from `position` on; `tokens` are those before `position`."""
         recording = self.rows[row]
         if not recording.ids:
@@ -116,6 +122,8 @@ class LessonRecorder:
             recording.start = position
         recording.ids.append(ids)
         recording.log_probs.append(log_probs)
+        if states is not None:
+            recording.states.append(states)
         (self.within.add if recording.num_labels < LONGEST_LESSON else self.within.discard)(row)
 
     def forget(self, row: int, tokens: IntArray) -> bool:
@@ -130,12 +138,14 @@ class LessonRecorder:
     def _close(self, recording: _Recording, tokens: IntArray) -> None:
         ids, log_probs = np.concatenate(recording.ids), np.concatenate(recording.log_probs)
         recording.ids.clear()
+        states = torch.cat(recording.states) if recording.states else None
         recording.log_probs.clear()
+        recording.states.clear()
         end = recording.start + len(ids)
         assert end <= len(tokens), "a label without its token"
         self._ring.add(
             Lesson(
                 tokens=tokens[max(recording.start - LONGEST_LESSON, 0) : end].copy(),
-                label_ids=ids, label_log_probs=log_probs, temperature=recording.temperature,
+                label_ids=ids, label_log_probs=log_probs, temperature=recording.temperature, states=states,
             )
         )  # fmt: skip

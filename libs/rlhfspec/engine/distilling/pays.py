@@ -40,6 +40,7 @@ class LearningBudget:
         self._seconds = self._saved = 0.0
         self._num_tokens = 0
         self._one_step_seconds, self._label_seconds = _FIRST_SECONDS, _FIRST_LABEL_SECONDS
+        self._agreements: tuple[float | None, float | None] = (None, None)  # at the start, now
         self._ratio = 1.0  # agreement at the start over agreement now
         self._is_new = True  # nothing was learnt yet
         self._before, self._now = _Rate(), _Rate()
@@ -69,6 +70,7 @@ class LearningBudget:
 
     def agreed(self, at_first: float, now: float) -> None:
         """Record the drafter's agreement with the target on unseen lessons, with first and current weights."""
+        self._agreements = at_first, now
         ratio = at_first / now if now > 0 else 1.0
         first = self._ratio == 1.0
         self._ratio = ratio if first else _GAIN_KEPT * self._ratio + (1.0 - _GAIN_KEPT) * ratio
@@ -104,6 +106,7 @@ class LearningBudget:
         return LearningReport(
             num_tokens=self._num_tokens, seconds=self._seconds, saved_seconds=self._saved,
             tokens_before=self._before.value, tokens_now=self._now.value,
+            agreement_before=self._agreements[0], agreement_now=self._agreements[1],
             num_accepted=tuple(np.trim_zeros(self._num_accepted, "b").tolist()),
         )  # fmt: skip
 

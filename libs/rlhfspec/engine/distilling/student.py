@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,23 +18,28 @@ from rlhfspec.huggingface.structure.anatomy import examine
 from rlhfspec.huggingface.structure.causal_lm import CausalLM, hidden_of
 
 MUON_RATE, ADAM_RATE = 1e-2, 1e-3
+_WEIGHTS = (1.0, 0.8, 0.64)  # of the loss, by depth
 _WARM_UP_STEPS = 50
 _AVERAGE_DECAY = 0.99  # weight of the old average per optimizer step; less in the first steps
 
 
-class Student:
+class LearningCopy(ABC):
     """Copy of a drafter trained on the target's distribution (KL loss); an average of its recent weights drafts."""
 
-    def __init__(self, model: Any, *, max_context: int) -> None:
+    def __init__(
+        self, model: Any, learning: dict[str, torch.nn.Parameter], optimizers: Iterable[torch.optim.Optimizer]
+    ) -> None:
         self.model = model
-        examine(model, name="drafter", max_context=max_context)
-        self._parts = CausalLM(model)
-        self._learning = dict(model.requires_grad_(True).named_parameters())
-        self._at_first = {name: p.detach().clone() for name, p in self._learning.items()}
-        self._average = {name: p.detach().clone() for name, p in self._learning.items()}
+        self._learning = learning
+        self._at_first = {name: p.detach().clone() for name, p in learning.items()}
+        self._average = {name: p.detach().clone() for name, p in learning.items()}
         self._num_steps = 0
-        self._optimizers = list(_optimizers(model, self._learning.values()))
+        self._optimizers = list(optimizers)
         self._rates = [optimizer.param_groups[0]["lr"] for optimizer in self._optimizers]
+
+    @abstractmethod
+    def _log_probs(self, lessons: Sequence[Lesson]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the drafter's and the target's log-probs [n, K] of the label tokens, for each depth of the draft."""
 
     def learn(self, lessons: Sequence[Lesson]) -> float:
         """Take one optimizer step and return the loss before it. A non-finite loss resets to the initial weights."""
@@ -54,9 +60,9 @@ class Student:
 
     @torch.no_grad()
     def agreement(self, lessons: Sequence[Lesson], *, at_first: bool = False) -> float:
-        """Return the mean overlap of the drafter's and the target's distributions, sum of min(p, q)."""
+        """Return the mean overlap of both distributions of the next token, sum of min(p, q)."""
         with self._drafting(at_first):
-            log_probs, labels = self._log_probs(lessons)
+            log_probs, labels = next(self._log_probs(lessons))
         return float(torch.minimum(log_probs.exp(), labels.exp()).sum(-1).mean())
 
     def state_dict(self, *, at_first: bool = False) -> dict[str, torch.Tensor]:
@@ -84,27 +90,10 @@ class Student:
         return self._at_first if at_first else self._average
 
     def _loss(self, lessons: Sequence[Lesson]) -> torch.Tensor:
-        log_probs, labels = self._log_probs(lessons)
-        probs = labels.exp()
-        return -(probs * (log_probs - labels)).sum(-1).mean()
-
-    def _log_probs(self, lessons: Sequence[Lesson]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the drafter's and the target's log-probs [n, K] of the label tokens."""
-        device = next(self.model.parameters()).device
-        width = max(len(lesson.tokens) for lesson in lessons) - 1
-        tokens = np.zeros((len(lessons), width), np.int64)  # padding after a lesson is seen by none of its tokens
-        places: list[np.ndarray[Any, Any]] = []
-        for index, lesson in enumerate(lessons):
-            length = len(lesson.tokens) - 1  # the last token predicts nothing
-            tokens[index, :length] = lesson.tokens[:-1]
-            places.append(index * width + np.arange(length - lesson.num_labels, length))
-        hidden = hidden_of(self._parts.trunk(input_ids=torch.from_numpy(tokens).to(device), use_cache=False))
-        rows = hidden.flatten(0, 1)[torch.from_numpy(np.concatenate(places)).to(device)]
-        temperatures = np.repeat([lesson.temperature for lesson in lessons], [lesson.num_labels for lesson in lessons])
-        logits = self._parts.logits(rows) / torch.from_numpy(temperatures.astype(np.float32)).to(device)[:, None]
-        ids = torch.from_numpy(np.concatenate([lesson.label_ids for lesson in lessons]).astype(np.int64)).to(device)
-        labels = torch.from_numpy(np.concatenate([lesson.label_log_probs for lesson in lessons])).float().to(device)
-        return logits.log_softmax(-1).gather(-1, ids), labels
+        losses = [
+            (labels.exp() * (labels - log_probs)).sum(-1).mean() for log_probs, labels in self._log_probs(lessons)
+        ]
+        return torch.stack([weight * loss for weight, loss in zip(_WEIGHTS, losses, strict=False)]).sum()
 
     @torch.no_grad()
     def _take_into_the_average(self) -> None:
@@ -134,6 +123,33 @@ class Student:
     def _swap(self, held: dict[str, torch.Tensor]) -> None:
         for name, parameter in self._learning.items():
             parameter.data, held[name] = held[name], parameter.data
+
+
+class Student(LearningCopy):
+    """Learning copy of a draft model."""
+
+    def __init__(self, model: Any, *, max_context: int) -> None:
+        examine(model, name="drafter", max_context=max_context)
+        self._parts = CausalLM(model)
+        learning = dict(model.requires_grad_(True).named_parameters())
+        super().__init__(model, learning, _optimizers(model, learning.values()))
+
+    def _log_probs(self, lessons: Sequence[Lesson]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        device = next(self.model.parameters()).device
+        width = max(len(lesson.tokens) for lesson in lessons) - 1
+        tokens = np.zeros((len(lessons), width), np.int64)  # padding after a lesson is seen by none of its tokens
+        places: list[np.ndarray[Any, Any]] = []
+        for index, lesson in enumerate(lessons):
+            length = len(lesson.tokens) - 1  # the last token predicts nothing
+            tokens[index, :length] = lesson.tokens[:-1]
+            places.append(index * width + np.arange(length - lesson.num_labels, length))
+        hidden = hidden_of(self._parts.trunk(input_ids=torch.from_numpy(tokens).to(device), use_cache=False))
+        rows = hidden.flatten(0, 1)[torch.from_numpy(np.concatenate(places)).to(device)]
+        temperatures = np.repeat([lesson.temperature for lesson in lessons], [lesson.num_labels for lesson in lessons])
+        logits = self._parts.logits(rows) / torch.from_numpy(temperatures.astype(np.float32)).to(device)[:, None]
+        ids = torch.from_numpy(np.concatenate([lesson.label_ids for lesson in lessons]).astype(np.int64)).to(device)
+        labels = torch.from_numpy(np.concatenate([lesson.label_log_probs for lesson in lessons])).float().to(device)
+        yield logits.log_softmax(-1).gather(-1, ids), labels
 
 
 def _optimizers(model: Any, parameters: Iterable[torch.nn.Parameter]) -> Iterator[torch.optim.Optimizer]:

@@ -90,6 +90,10 @@ class DraftEngine(Protocol):
 
     def prefix_computed(self, row: int) -> None: ...
 
+    def forget(self, row: int) -> None:
+        """Drop what is known of the row's sequence."""
+        ...
+
 
 class ModelDrafter:
     """Drafter that grows trees level by level with a draft model, while another level is worthwhile."""
@@ -131,7 +135,8 @@ class ModelDrafter:
 
     def start(self, row: int, tokens: IntArray, group: str, history: tuple[tuple[int, ...], ...]) -> None: ...
 
-    def forget(self, row: int) -> None: ...
+    def forget(self, row: int) -> None:
+        self.engine.forget(row)
 
     def reset(self) -> None:
         self._last = None

@@ -10,7 +10,7 @@ from rlhfspec.common.arrays import FloatArray, Floats, IntArray
 from rlhfspec.engine.drafting.base import DraftBatch, DraftPlan, Forest
 from rlhfspec.engine.drafting.levels import LevelTerms
 from rlhfspec.engine.drafting.model import DraftRows, Expanded, GrownTrees, Roots
-from rlhfspec.engine.kv.state import KVSpace, SharedSpace
+from rlhfspec.engine.kv.space import KVSpace, SharedSpace
 from rlhfspec.engine.scheduling.sequences import Sequence
 from rlhfspec.kernels import draft, gumbel
 from rlhfspec.kernels.draft import NativeDraft
@@ -85,6 +85,8 @@ class DraftForward:
 
     def prefix_computed(self, row: int) -> None:
         self._space.mark_prefix(self._by_row[row])
+
+    def forget(self, row: int) -> None: ...
 
     def _native_draft(self) -> NativeDraft | None:
         decoder = self._space.runner.native

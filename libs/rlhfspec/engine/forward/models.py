@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,22 @@ import torch
 
 from rlhfspec.common.ranks.group import Ranks
 from rlhfspec.engine.config import EngineConfig
-from rlhfspec.engine.distilling.student import Student
+from rlhfspec.engine.distilling.eagle_student import EagleStudent
+from rlhfspec.engine.distilling.student import LearningCopy, Student
 from rlhfspec.engine.forward import constant_shape
+from rlhfspec.engine.forward.eagle_forward import EagleForward, taps_of
 from rlhfspec.engine.forward.few_bits import FewBits, bytes_on_a_device
 from rlhfspec.engine.forward.led import Others, follow
 from rlhfspec.engine.forward.memory import least, sized
-from rlhfspec.engine.forward.runner import ModelRunner, RunnerConfig
-from rlhfspec.engine.kv.state import EngineState, KVSpace, SharedSpace
+from rlhfspec.engine.forward.runner import ModelRunner, RunnerConfig, Taps
+from rlhfspec.engine.kv.space import KVSpace, SharedSpace
+from rlhfspec.engine.kv.state import EngineState
 from rlhfspec.errors import InvalidRequest, did_you_mean
 from rlhfspec.huggingface.cutting import cut_of
 from rlhfspec.huggingface.fused.widened import widen
+from rlhfspec.huggingface.heads.eagle import EagleHead, is_eagle, load_head
 from rlhfspec.huggingface.loading import load_stored
-from rlhfspec.huggingface.structure.causal_lm import max_positions
+from rlhfspec.huggingface.structure.causal_lm import max_positions, text_config
 from rlhfspec.job.choices.drafters import AUTO, MADE_OF_THE_POLICY, OFF, SELF
 from rlhfspec.kernels.cpu import build
 from rlhfspec.kernels.linear import arithmetic_for
@@ -35,33 +39,45 @@ log = logging.getLogger(__name__)
 def load_state(path: str | Path, *, drafter: str | Path | None, options: dict[str, Any]) -> EngineState:
     config = _config(options)
     model = load_stored(path)
-    draft = drafter if drafter in (None, *MADE_OF_THE_POLICY) else load_stored(drafter, field="drafter")
+    draft = drafter if drafter in (None, *MADE_OF_THE_POLICY) else load_drafter(drafter, model, field="drafter")
     return make_state(model, config, draft=draft, tokenizer=_tokenizer(path))
+
+
+def load_drafter(path: str | Path, policy: Any, *, field: str) -> Any:
+    """Load a draft model or an EAGLE-3 head from a folder or hub id."""
+    if is_eagle(path):
+        return load_head(path, target_width=text_config(policy).hidden_size, field=field)
+    return load_stored(path, field=field)
 
 
 def make_state(
     model: Any, config: EngineConfig, *, draft: Any = None, tokenizer: Any = None, group: Ranks | None = None
 ) -> EngineState:
-    """Build the engine state of Hugging Face models, modified in place; `draft`: a model, "self" or "auto".
+    """Build the engine state of Hugging Face models, modified in place; `draft`: a model, a head, "self" or "auto".
 
     `group`: ranks that share the target, of which this is rank 0; only rank 0 holds the draft.
     """
     eos = eos_token_ids(model)
     own = draft if draft in MADE_OF_THE_POLICY else None
-    draft = draft if own is None else None
+    head = draft if isinstance(draft, EagleHead) else None
+    draft = draft if own is None and head is None else None
     if own is not None and (problem := _why_not_of_the_policy(config, group)):
         if own == SELF:
             raise InvalidRequest("drafter", own, problem)
         own = None
-    student = _student(draft, config)
-    config, (target, *others) = make_runners(model, config, draft, group, has_few_bits=own is not None)
+    student: LearningCopy | None = _student(draft, config)
+    taps = None if head is None else _taps(head, model, group)
+    config, (target, *others) = make_runners(model, config, draft, group, taps, has_few_bits=own is not None)
     cut = cut_of(model)
     if group is not None and cut is not None:
         target.others = Others(group, cut)
     space = KVSpace(target, config)
     few_bits = FewBits(target, is_optional=own == AUTO) if own is not None else None
     shared = SharedSpace(space, few_bits.runner) if few_bits is not None else None
-    return EngineState(
+    if head is not None and config.learning != OFF:
+        learning = copy.deepcopy(head).to(config.device, torch.float32)
+        student = EagleStudent(learning, target.fused.model.get_input_embeddings())
+    state = EngineState(
         config=config,
         target=space,
         draft=KVSpace(others[0], config) if others else shared,
@@ -70,6 +86,9 @@ def make_state(
         tokenizer=tokenizer,
         eos_token_ids=eos,
     )
+    if head is not None:
+        state.eagle = EagleForward(head, space, state.rows)
+    return state
 
 
 def _why_not_of_the_policy(config: EngineConfig, group: Ranks | None) -> str:
@@ -80,7 +99,15 @@ def _why_not_of_the_policy(config: EngineConfig, group: Ranks | None) -> str:
     return ""
 
 
-def _student(draft: Any, config: EngineConfig) -> Student | None:
+def _taps(head: EagleHead, policy: Any, group: Ranks | None) -> Taps:
+    if group is not None:
+        raise InvalidRequest("drafter", "EAGLE-3", "is not possible with a model that is split over several processes")
+    if not hasattr(policy.base_model, "layers"):
+        raise InvalidRequest("drafter", "EAGLE-3", f"cannot read the layers of a {type(policy).__name__}")
+    return taps_of(head, text_config(policy).num_hidden_layers)
+
+
+def _student(draft: Any, config: EngineConfig) -> LearningCopy | None:
     if draft is None or config.learning == OFF:
         return None
     learning = copy.deepcopy(draft).to(config.device)
@@ -95,14 +122,15 @@ def follow_engine(model: Any, config: EngineConfig, group: Ranks) -> None:
 
 
 def make_runners(
-    model: Any, config: EngineConfig, draft: Any, group: Ranks | None, *, has_few_bits: bool = False
+    model: Any, config: EngineConfig, draft: Any, group: Ranks | None, taps: Taps | None = None,
+    *, has_few_bits: bool = False,
 ) -> tuple[EngineConfig, list[ModelRunner]]:
     _check_positions(model, draft, config.max_context)
     if config.device.startswith("cpu"):
         tune_malloc()
         build.set_num_threads(config.num_threads or torch.get_num_threads())
     wanted, config = config, least(config)
-    target = ModelRunner(model, _runner_config(config, "model"))
+    target = ModelRunner(model, replace(_runner_config(config, "model"), taps=taps))
     draft_runner = None if draft is None else ModelRunner(draft, _runner_config(config, "drafter"))
     if draft_runner is not None and draft_runner.vocab_size != target.vocab_size:
         problem = f"vocabulary size must equal the target's {target.vocab_size}"

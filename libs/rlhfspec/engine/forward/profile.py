@@ -10,7 +10,9 @@ import torch
 
 from rlhfspec.common.arrays import IntArray
 from rlhfspec.engine.drafting.cost import ROW_GRID, TARGET, CostModel, CostTable
+from rlhfspec.engine.drafting.model import DraftRows
 from rlhfspec.engine.forward.device import wait_for
+from rlhfspec.engine.forward.eagle_forward import EagleForward
 from rlhfspec.engine.forward.graphs import EXTRA_BUCKETS
 from rlhfspec.engine.forward.runner import ModelRunner
 from rlhfspec.engine.forward.staging import Staging
@@ -32,13 +34,31 @@ def profile(state: EngineState) -> CostModel:
     long_context = min(_LONG_CONTEXT, state.config.max_context)
 
     def measure(kind: str, rows: int, kv_tokens: int) -> float:
+        if kind != TARGET and state.eagle is not None:
+            return _time_head(state.eagle, rows)
         space = state.target if kind == TARGET or state.draft is None else state.draft
         context = max(kv_tokens // rows, min(_SHORT_CONTEXT, state.config.max_context))
         return _time_forward(space.runner, rows, context, space.table.slots.shape, draft=kind != TARGET)
 
     measure(TARGET, grid[-1], 0)  # first touch of scratch memory and code
-    drafters = DRAFTERS.where(lambda entry: entry.runs_draft_model and state.draft is not None)
+    drafters = DRAFTERS.where(lambda entry: entry.runs_draft_model and (state.draft or state.eagle) is not None)
     return CostModel.profile(measure, drafters=drafters, row_grid=grid, kv_tokens_per_row=long_context)
+
+
+def _time_head(eagle: EagleForward, rows: int) -> float:
+    """Time one level of drafts; a head's single layer makes context cheap."""
+    index, zeros = np.arange(rows, dtype=np.int32), np.zeros(rows, np.int32)
+    drafted = DraftRows(
+        tokens=zeros, positions=zeros + 1, slots=zeros, table_rows=zeros, context_lens=zeros + 1,
+        extra=zeros[:, None], logit_rows=index, seeds=index.astype(np.uint64), noise_positions=zeros,
+        temperatures=np.ones(rows, np.float32),
+    )  # fmt: skip
+    device = eagle.device
+    wait_for(device)
+    began = time.perf_counter()
+    eagle.candidates(drafted, _CANDIDATES)
+    wait_for(device)
+    return time.perf_counter() - began
 
 
 def unmeasured() -> CostModel:

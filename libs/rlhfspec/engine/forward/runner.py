@@ -59,6 +59,19 @@ _TOLERANCES_OF_CUDA = {torch.float32: 2e-3, torch.bfloat16: 3e-2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Taps:
+    """Inputs of layers that forwards tell for a drafter, and its room in the KV cache."""
+
+    layers: tuple[int, ...]  # ascending
+    attention: AttentionSpec  # of the drafter's own layer
+    width: int  # values kept for each position
+
+    def pages(self, heads: int, dim: int) -> int:
+        """Return how many layers of the cache hold a position's values."""
+        return -(-self.width // (2 * heads * dim))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerConfig:
     name: str  # for messages: "model", "drafter", "reference" or "critic"
     dtype: torch.dtype
@@ -71,11 +84,14 @@ class RunnerConfig:
     attention_split: int = SPLIT
     gpu_memory_fraction: float = 1.0  # part of a device's memory for weights and KV
     exact_rows: int = 0  # rows of every forward on a device, for batch-invariant bits; 0: any shape
+    taps: Taps | None = None
     must_be_exact: bool = True  # refuse a model that is not exact; otherwise run forwards of any shape
 
 
 class ModelRunner:
     """Runner of a model, modified in place and checked against Hugging Face at construction (see `report`)."""
+
+    tapped = torch.empty(0)  # [N, taps, width] of the last forward
 
     def __init__(self, model: Any, config: RunnerConfig) -> None:
         began = time.perf_counter()
@@ -89,7 +105,7 @@ class ModelRunner:
             problem = f"outputs {self.vocab_size} token ids, but its embedding has only {self.num_token_ids}"
             raise UnsupportedModel(config.name, type(model).__name__, problem)
         self.attentions = anatomy.attentions
-        self.kv_shape = (len(anatomy.attentions), 2, *cache_shape(anatomy.attentions))
+        self.kv_shape = _kv_shape(anatomy.attentions, config.taps)
         room = min(config.max_context, config.num_blocks * config.block_size)
         probes = choose(anatomy, model.config, room, self.num_token_ids)
         precision = precision_of(model, config.dtype)
@@ -100,7 +116,7 @@ class ModelRunner:
             bool(config.exact_rows), config.must_be_exact,
         )  # fmt: skip
         verdict = kept.find(key)
-        reference = ask(model, anatomy, probes, name=config.name, rounding=rounding) if verdict is None else None
+        reference = None if verdict is not None else ask(model, anatomy, probes, name=config.name, rounding=rounding)
         check_fits(
             config.device, config.gpu_memory_fraction,
             weights=sum(parameter.numel() for parameter in model.parameters()) * config.dtype.itemsize,
@@ -112,6 +128,7 @@ class ModelRunner:
         self.parts = CausalLM(model)
         self.native: NativeDecoder | None = None  # runs all layers in one call, if possible
         self.others: Others | None = None  # processes with the other parts of the model, which repeat this one's calls
+        self._trunk_inputs = _tap(self.parts.trunk, config.taps)
         self._active: AttentionMeta | None = None
         self._coming: Iterator[AttentionSpec] = iter(())
         self._digest = ""
@@ -153,7 +170,7 @@ class ModelRunner:
     def architecture(self) -> str:
         """Return a digest of shapes, attention, dtypes and arithmetic, without the weights."""
         arithmetic = f"{self.config.arithmetic}, exact" if self.config.exact_rows else self.config.arithmetic
-        parts = (self.config.dtype, self.activation_dtype, arithmetic, self.config.attention_split,
+        parts = (self.config.dtype, self.activation_dtype, arithmetic, self.config.attention_split, self.kv_shape[0],
                  self.attentions, type(self.fused.model).__name__, self.fused.shapes)  # fmt: skip
         digest, cut = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest(), cut_of(self.fused.model)
         return digest if cut is None else f"{digest} of {cut.group.num_ranks} processes"
@@ -230,12 +247,22 @@ class ModelRunner:
             self.others.forward(tokens, positions, meta, logit_rows, graphed)
         if self.native is not None:
             token_ids, places, wanted = (np.asarray(ids, np.int64) for ids in (tokens, positions, logit_rows))
-            return self.native.forward(token_ids, places, meta, wanted)
+            logits = self.native.forward(token_ids, places, meta, wanted)
+            self.tapped = self.native.tapped
+            return logits
         if self.config.exact_rows:
             return self._forward_exactly(tokens, positions, meta, logit_rows, graphed)
         if isinstance(meta.slots, np.ndarray) and (chunks := self.chunks_of(meta)) is not None:
             meta = ChunkedMeta.of(meta, chunks, self.config.device)
-        return self._logits(self._hidden(tokens, positions, meta, graphed), logit_rows)
+        return self._logits(self._untapped(self._hidden(tokens, positions, meta, graphed), len(tokens)), logit_rows)
+
+    def _untapped(self, hidden: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """Keep the taps behind the hidden states as `tapped`, and return the hidden states."""
+        if self.config.taps is not None:
+            taps = hidden[:num_rows, self.parts.width :]
+            self.tapped = taps.reshape(num_rows, len(self.config.taps.layers), -1)
+            hidden = hidden[:, : self.parts.width]
+        return hidden
 
     def _hidden(self, tokens: IndexArray, positions: IndexArray, meta: AttentionMeta, graphed: bool) -> torch.Tensor:
         graphs = self._graphs if graphed and not isinstance(meta, ChunkedMeta) else None
@@ -256,6 +283,7 @@ class ModelRunner:
         hidden = torch.cat(
             [self._hidden(*part, graphed).clone() for part in given]
         )  # the next replay overwrites a graph's result
+        hidden = self._untapped(hidden, len(tokens))
         logits = [self._logits(hidden, rows)[:count] for rows, count in constant_shape.rows_of(logit_rows, num_rows)]
         if len(logits) == 1:
             return logits[0]  # without a second copy
@@ -292,14 +320,16 @@ class ModelRunner:
         is_cut = cut_of(self.fused.model) is not None
         if self.config.exact_rows or not self.is_row_invariant or is_cut:
             return None
-        return native_decoder(self.parts, self.kv, self.activation_dtype, self.config.attention_split)
+        taps = self.config.taps.layers if self.config.taps is not None else ()
+        return native_decoder(self.parts, self.kv, self.activation_dtype, self.config.attention_split, taps)
 
     def _run_layers(self, token_ids: torch.Tensor, position_ids: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
         """Run the layers on tokens and positions [1, N]; attention reads `meta` through the runner."""
         self._active, self._coming = meta, iter(self.attentions)
         try:
             with holding(_running, self):
-                return self.parts.hidden(token_ids, position_ids)
+                hidden = self.parts.hidden(token_ids, position_ids)
+                return torch.cat((hidden, *self._trunk_inputs), -1) if self._trunk_inputs else hidden
         finally:
             self._active = None
 
@@ -344,6 +374,27 @@ class ModelRunner:
         model.set_attn_implementation(_TREE_ATTENTION)
         use_eager_experts(model)
         return fused
+
+
+def _kv_shape(attentions: tuple[AttentionSpec, ...], taps: Taps | None) -> tuple[int, int, int, int]:
+    if taps is None:
+        return (len(attentions), 2, *cache_shape(attentions))
+    heads, dim = cache_shape((*attentions, taps.attention))
+    return (len(attentions) + 1 + taps.pages(heads, dim), 2, heads, dim)
+
+
+def _tap(trunk: Any, taps: Taps | None) -> list[torch.Tensor]:
+    """Return a list that holds the inputs of the tapped layers after each run of the trunk."""
+    if taps is None:
+        return []
+    found = [torch.empty(0)] * len(taps.layers)
+
+    def note(place: int, layer: Any, given: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        found[place] = given[0] if given else keywords["hidden_states"]
+
+    for place, number in enumerate(taps.layers):
+        trunk.layers[number].register_forward_pre_hook(partial(note, place), with_kwargs=True)
+    return found
 
 
 _running: ContextVar[ModelRunner] = ContextVar("the runner whose layers run in this thread")

@@ -15,7 +15,8 @@ from rlhfspec.engine.scheduling.sequences import NUM_COUNTERS, Sequence
 from rlhfspec.errors import SequenceStateError
 
 if TYPE_CHECKING:
-    from rlhfspec.engine.kv.state import EngineState, KVSpace
+    from rlhfspec.engine.kv.space import KVSpace
+    from rlhfspec.engine.kv.state import EngineState
 
 SCHEMA = 3  # of a manifest and the records after it
 NOT_WANTED = np.iinfo(np.int32).max  # start position for KV that is not wanted

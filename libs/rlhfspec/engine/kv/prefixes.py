@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rlhfspec.engine.kv.state import EngineState, KVSpace
+from rlhfspec.engine.kv.space import KVSpace
+from rlhfspec.engine.kv.state import EngineState
 from rlhfspec.engine.scheduling.sequences import Sequence
 
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from rlhfspec.engine.base import MOST_RANGE_BYTES, Bytes, KVRange, Manifest, SequenceState, SequenceView, Watermark
 from rlhfspec.engine.kv import arrival
-from rlhfspec.engine.kv.state import EngineState, KVSpace
+from rlhfspec.engine.kv.space import KVSpace
+from rlhfspec.engine.kv.state import EngineState
 from rlhfspec.engine.kv.state_bytes import checksum_of
 from rlhfspec.engine.scheduling.scheduler import Scheduler
 from rlhfspec.engine.scheduling.sequences import MOVES, PREEMPTIONS, Generated, Sequence

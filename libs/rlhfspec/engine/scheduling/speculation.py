@@ -100,7 +100,8 @@ class Speculator:
         config, runners = self.state.config, [space.runner for space in self.state.spaces]
         key = kept.key_of(
             "costs", [runner.architecture for runner in runners], self.state.few_bits is not None,
-            config.max_sequences, config.max_context, name_of(runners[0].config.device), torch.get_num_threads(),
+            self.state.eagle and self.state.eagle.shapes, config.max_sequences,
+            config.max_context, name_of(runners[0].config.device), torch.get_num_threads(),
         )  # fmt: skip
         if (found := kept.read(key)) is not None:
             return CostModel({kind: CostTable(**table) for kind, table in found.items()})
@@ -247,4 +248,6 @@ def _drafters(state: EngineState) -> dict[str, Drafter]:
             made[name] = entry.load()()
         elif state.draft is not None:
             made[name] = entry.load()(DraftForward(state.draft, state.by_row))
+        elif state.eagle is not None:
+            made[name] = entry.load()(state.eagle)
     return made

@@ -127,6 +127,8 @@ def sample(state: EngineState, batch: VerifyBatch) -> SampledTokens:
         top_k=table.top_k[rows], top_p=table.top_p[rows],
     )  # fmt: skip
     logits = space.runner.forward(given["tokens"], given["positions"], meta, given["logit_rows"])
+    if state.eagle is not None:
+        state.eagle.store(meta.slots)
     if not len(rows):  # only chunks inside prompts
         none = np.empty(0, np.float32)
         return SampledTokens(

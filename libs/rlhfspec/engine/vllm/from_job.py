@@ -12,6 +12,7 @@ from rlhfspec.engine.vllm.finding import INSTALL_VLLM, find_python
 from rlhfspec.engine.vllm.process import VllmEnded, VllmProcess
 from rlhfspec.errors import EngineFailed, InvalidRequest
 from rlhfspec.huggingface.devices import device_of, settled
+from rlhfspec.huggingface.heads.eagle import is_eagle
 from rlhfspec.huggingface.structure.positions import max_context
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.choices.drafters import ADAPTIVE, AUTO, OFF
@@ -77,7 +78,8 @@ def speculative_config(job: RLHFJob, num_draft_tokens: int) -> tuple[str, dict[s
         raise InvalidRequest("spec.generation.speculation.mode", mode, "vllm takes adaptive, off, suffix or model")
     if drafter == AUTO:
         raise InvalidRequest("spec.model.drafter", AUTO, "must name a draft model: the engine vllm cannot choose one")
-    return "draft_model", {"method": "draft_model", "model": drafter, "num_speculative_tokens": num_draft_tokens}
+    method = "eagle3" if drafter is not None and is_eagle(drafter) else "draft_model"
+    return method, {"method": method, "model": drafter, "num_speculative_tokens": num_draft_tokens}
 
 
 def _arguments(job: RLHFJob, device: str, context: int, max_sequences: int) -> dict[str, Any]:

@@ -23,7 +23,9 @@ _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _ATTENTION_NORMS = {"q_norm", "k_norm"}
 
 
-def native_decoder(parts: CausalLM, kv: torch.Tensor, dtype: torch.dtype, split: int) -> NativeDecoder | None:
+def native_decoder(
+    parts: CausalLM, kv: torch.Tensor, dtype: torch.dtype, split: int, taps: tuple[int, ...] = ()
+) -> NativeDecoder | None:
     """Return the model's native decoder over the cache `kv`, or None if it cannot run this model."""
     trunk, specs, head = parts.trunk, parts.anatomy.attentions, _plain_head(parts.model)
     if build.load() is None or not _is_known(trunk) or head is None:
@@ -43,7 +45,7 @@ def native_decoder(parts: CausalLM, kv: torch.Tensor, dtype: torch.dtype, split:
     if tables is None or tables[0].shape[-1] != kv.shape[-1]:
         return None
     windows = [spec.window or 0 for spec in specs]
-    decoder = DecoderParts(trunk, head, first.scale, windows, split)
+    decoder = DecoderParts(trunk, head, first.scale, windows, split, taps)
     return NativeDecoder(decoder, kv, tables[0], tables[1], first.num_heads)
 
 

@@ -38,7 +38,12 @@ def train(
         typer.Option("--data", metavar="FILE", help="Prompts, as in a job's dataset. Repeatable.", show_default=False),
     ],
     out: Out,
-    drafter: Annotated[str, typer.Option("--drafter", help="Drafter to train: folder or hub id.", show_default=False)],
+    drafter: Annotated[
+        str | None, typer.Option("--drafter", help="Drafter to train: folder or hub id.", show_default=False)
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option("--shape", help="Train a new drafter instead: eagle3.", show_default=False)
+    ] = None,
     column: Annotated[str, typer.Option("--column", help="Column that holds the prompts.")] = "prompt",
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Stop after this many tokens.")] = 500_000,
     seconds: Annotated[float, typer.Option("--seconds", min=0.0, help="Stop after this many seconds.")] = 600.0,
@@ -47,8 +52,8 @@ def train(
     device: Annotated[str, typer.Option("--device", help="Torch device, such as cpu or cuda.")] = "cpu",
 ) -> None:
     """Train a drafter on the policy's answers, to use as model.drafter. Ctrl-C ends early and saves what was learnt."""
-    from rlhfspec.engine.core import Engine
-    from rlhfspec.engine.distilling.before import AT_ONCE, Limit, distil, drafter_of
+    from rlhfspec.engine.config import EngineConfig
+    from rlhfspec.engine.distilling.before import AT_ONCE, Limit, begin, distil, drafter_of
     from rlhfspec.engine.params import SamplingParams
 
     over = threading.Event()
@@ -56,18 +61,24 @@ def train(
         _refuse_taken(out)
         if drafter in MADE_OF_THE_POLICY:
             raise InvalidRequest("--drafter", drafter, "is made of the policy and cannot be trained; name a model")
+        if (drafter is None) == (shape is None):
+            raise InvalidRequest("--drafter", drafter, "give either --drafter, to train it, or --shape, for a new one")
+        if shape not in (None, "eagle3"):
+            raise InvalidRequest("--shape", shape, "must be eagle3")
         status(f"reading {', '.join(data)}")
         prompts = _prompts(model, data, column)
         status(f"loading {model}")
         longest = max(map(len, prompts))
-        engine = Engine.from_pretrained(
-            model, drafter=drafter, device=device, speculation="model", learning=0.0, profile=False,
-            max_sequences=AT_ONCE, max_context=longest + max_tokens,
+        config = EngineConfig(
+            device=device, speculation="model", learning=0.0, profile=False, max_sequences=AT_ONCE,
+            max_context=longest + max_tokens,
         )  # fmt: skip
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+        engine = begin(model, drafter, config, prompts, params)
         report = distil(
             engine,
             prompts,
-            SamplingParams(max_tokens=max_tokens, temperature=temperature),
+            params,
             Limit(tokens=tokens, seconds=seconds),
             is_over=over.is_set,
             said=lambda now: status(f"learnt from {now.num_tokens:,} tokens in {now.seconds:.0f} s: {_rates(now)}"),
@@ -112,15 +123,14 @@ def export(run: Run, out: Out) -> None:
         if not (run / LEARNT).is_dir() or not folder.job_file.exists():
             raise _nothing_learnt(run)
         _refuse_taken(out)
-        from rlhfspec.engine.distilling.student import Student
-        from rlhfspec.huggingface.loading import load_model
+        from rlhfspec.engine.distilling.before import student_of
         from rlhfspec.job.file.paths import named_models
         from rlhfspec.training.checkpoint.learnt import read_learnt
 
         found, named = read_learnt(run / LEARNT), named_models(folder.job().spec.model)
         if found is None or "drafter" not in named:
             raise _nothing_learnt(run)
-        student = Student(load_model(named["drafter"]), max_context=1)
+        student = student_of(named["drafter"])
         student.take(found[1])
         _save(student.model, out, str(folder.export) if folder.export.exists() else named["path"])
     typer.echo(f"{out}: learnt from {found[0]:,} tokens")
@@ -156,11 +166,14 @@ def _refuse_taken(out: Path) -> None:
 
 
 def _save(drafter: Any, out: Path, policy: str) -> None:
+    from rlhfspec.huggingface.heads.eagle import EagleHead, save_head
     from rlhfspec.job import Model
     from rlhfspec.training.checkpoint import export_hf
     from rlhfspec.training.data import load_tokenizer
 
     out = out.absolute()
+    if isinstance(drafter, EagleHead):
+        return save_head(drafter, out)
     tokenizer = load_tokenizer(Model(path=policy))
     state = {name: tensor.detach().cpu() for name, tensor in drafter.state_dict().items()}
     export_hf(out, state, drafter.config, tokenizer=tokenizer, generation_config=drafter.generation_config)
@@ -170,7 +183,9 @@ def _rates(report: Any) -> str:
     def said(tokens: float | None) -> str:
         return "-" if tokens is None else f"{tokens:.2f}"
 
-    return f"{said(report.tokens_before)} -> {said(report.tokens_now)} tokens a verification"
+    before, now = said(report.agreement_before), said(report.agreement_now)
+    tokens = f"{said(report.tokens_before)} -> {said(report.tokens_now)} tokens a verification"
+    return f"agreement {before} -> {now} on unseen answers, {tokens}"
 
 
 def _table(lines: list[LearntLine]) -> Table:

@@ -51,7 +51,9 @@ struct Decoder {
     Norm final_norm;
     Linear head;
     char* kv;
-    long num_layers, hidden, num_heads, num_kv_heads, head_dim, block_size, kv_is_bf16, split;
+    const long* taps;  // numbers of the layers, ascending, whose input is told
+    long num_taps;
+    long num_layers, kv_layers, hidden, num_heads, num_kv_heads, head_dim, block_size, kv_is_bf16, split;
     float scale;
 };
 
@@ -106,7 +108,7 @@ void attend(const Decoder& d, const Layer& layer, long number, const Batch* batc
     const long plane = d.block_size * key_width;
     char* kv = d.kv + number * 2 * plane * (d.kv_is_bf16 ? 2 : 4);
     AttentionCall call{batch, {a.query, query_width, dim}, {a.key, key_width, dim}, {a.value, key_width, dim}, kv,
-                       d.kv_is_bf16, d.num_layers * 2 * plane, plane, d.block_size, d.num_heads, d.num_kv_heads, dim,
+                       d.kv_is_bf16, d.kv_layers * 2 * plane, plane, d.block_size, d.num_heads, d.num_kv_heads, dim,
                        layer.sliding_window, 0, d.split, nullptr, a.attended, threads, d.scale, 0.0f};
     RS_NAME(tree_attention)(&call);
     apply(layer.output, a.attended, a.update, rows, threads);
@@ -116,7 +118,7 @@ void attend(const Decoder& d, const Layer& layer, long number, const Batch* batc
 
 RS_EXPORT void RS_NAME(decoder_forward)(const void* decoder, const Batch* batch, const long* tokens,
                                         const long* positions, long rows, const long* wanted, long num_wanted,
-                                        float* logits, int threads) {
+                                        float* logits, float* tapped, int threads) {
     const Decoder& d = *(const Decoder*)decoder;
     const long query_width = d.num_heads * d.head_dim, key_width = d.num_kv_heads * d.head_dim, width = d.hidden;
     static thread_local Scratch scratch;
@@ -131,6 +133,10 @@ RS_EXPORT void RS_NAME(decoder_forward)(const void* decoder, const Batch* batch,
     for (long r = 0; r < rows; r++) copy_row(d.embedding + tokens[r] * width, a.hidden + r * width, width);
     for (long number = 0; number < d.num_layers; number++) {
         const Layer& layer = d.layers[number];
+        for (long t = 0; t < d.num_taps; t++) {  // tapped [rows, num_taps, hidden]
+            if (d.taps[t] != number) continue;
+            for (long r = 0; r < rows; r++) copy_row(a.hidden + r * width, tapped + (r * d.num_taps + t) * width, width);
+        }
         apply(layer.input_norm, a.hidden, a.normed, rows, width, threads);
         attend(d, layer, number, batch, positions, a, rows, threads);
         add_to(a.hidden, a.update, rows * width);

@@ -184,7 +184,7 @@ struct Tree {
         if (d.problem == 0 && batch.highest_slot >= d.num_slots) d.problem = kSlotOutside;
         if (d.problem != 0) return false;
         int threads = (int)d.threads;
-        RS_NAME(decoder_forward)(d.decoder, &batch, w.tokens, w.positions, num_frontier, w.wanted, num_frontier, w.logits,
+        RS_NAME(decoder_forward)(d.decoder, &batch, w.tokens, w.positions, num_frontier, w.wanted, num_frontier, w.logits, nullptr,
                                  threads);
         int refused = RS_NAME(gumbel_candidates)(w.logits, d.vocab_size, num_frontier, d.vocab_size, d.k, w.seeds,
                                                  w.noise_positions, w.temperatures, w.candidates, w.scores, threads);

@@ -1,0 +1,212 @@
+"""Drafting with an EAGLE-3 head, whose keys, values and input states lie beside the policy's in its KV cache.
+
+The state of position p and the token of p + 1 are one input of the head. Its keys and values are kept at p, and its
+output, which stands in for the state of p + 1 until the policy has run, at p + 1.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from rlhfspec.common.arrays import FloatArray, Floats, IntArray, concatenate_ranges
+from rlhfspec.engine.drafting.base import DraftBatch, DraftPlan
+from rlhfspec.engine.drafting.levels import LevelTerms
+from rlhfspec.engine.drafting.model import DraftRows, Expanded, GrownTrees, Roots
+from rlhfspec.engine.forward.runner import ModelRunner, Taps
+from rlhfspec.engine.kv.space import KVSpace
+from rlhfspec.engine.scheduling.sequences import RowTable
+from rlhfspec.huggingface.heads.eagle import EagleHead
+from rlhfspec.huggingface.structure.attention import AttentionSpec, fit_cache
+from rlhfspec.kernels import gumbel
+from rlhfspec.kernels.linear import PackedLinear
+from rlhfspec.kernels.tree_attention import AttentionMeta, IndexArray, tree_attention
+
+_CAUGHT_UP_AT_ONCE = 4096  # positions whose keys and values are computed together
+
+
+def taps_of(head: EagleHead, num_layers: int) -> Taps:
+    attention = head.midlayer.self_attn
+    spec = AttentionSpec(
+        index=num_layers, num_heads=attention.num_heads, num_kv_heads=attention.num_kv_heads,
+        key_dim=attention.head_dim, value_dim=attention.head_dim, scale=attention.head_dim**-0.5,
+        softcap=0.0, has_sinks=False, window=None, chunk=None,
+    )  # fmt: skip
+    return Taps(layers=head.layers_tapped(num_layers), attention=spec, width=head.config.hidden_size)
+
+
+class EagleForward:
+    """Forwards of an EAGLE-3 head over the policy's slots."""
+
+    def __init__(self, head: EagleHead, space: KVSpace, rows: RowTable) -> None:
+        self._space = space
+        self._runner = runner = space.runner
+        assert runner.config.taps is not None
+        self._spec = runner.config.taps.attention
+        self._head = _for_inference(head, runner)
+        self._embed = self._head.embed_tokens or runner.fused.model.get_input_embeddings()
+        self._rows = rows
+        self._block_size = runner.config.block_size
+        self._width = runner.config.taps.width
+        self._token_ids = self._head.token_ids
+        self._known: IntArray = np.zeros(len(space.cached), np.int32)  # leading positions with keys and values
+
+    @property
+    def device(self) -> torch.device:
+        return self._runner.config.device
+
+    @property
+    def shapes(self) -> str:
+        """Return what decides the time of a forward, besides the policy's kernels."""
+        return f"{self._head.config.intermediate_size} {self._head.num_draft_tokens} {self._spec}"
+
+    @property
+    def slots(self) -> IntArray:
+        return self._space.table.slots
+
+    @property
+    def capacity(self) -> IntArray:
+        return self._space.table.capacity
+
+    @property
+    def cached(self) -> IntArray:
+        """Return a copy of the policy's, because drafted KV does not count there."""
+        return self._space.cached.copy()
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Exchange the head's weights. Kept states of the policy stay as the old ones made them."""
+        for name, parameter in weights.items():
+            if name == "d2t":
+                self._head.d2t.copy_(parameter)
+                continue
+            path, _, leaf = name.rpartition(".")
+            module = self._head.get_submodule(path)
+            if isinstance(module, PackedLinear):
+                module.load_weight(parameter, weights.get(f"{path}.bias")) if leaf == "weight" else None
+            else:
+                getattr(module, leaf).copy_(parameter)
+        self._token_ids = self._head.token_ids
+        self._known[:] = 0
+
+    def states_of(self, rows: IntArray) -> torch.Tensor:
+        """Return what the policy's last forward told of its rows, as bfloat16 on the host."""
+        return self._runner.tapped[self._index(rows)].flatten(1).to("cpu", torch.bfloat16)
+
+    @torch.inference_mode()
+    def store(self, slots: IndexArray) -> None:
+        """Keep the states of the policy's last forward at `slots`."""
+        self._write_states(self._index(slots), self._head.fc(self._runner.tapped.flatten(1)))
+
+    @torch.inference_mode()
+    def candidates(self, rows: DraftRows, k: int) -> tuple[IntArray, FloatArray]:
+        extra, table_rows = rows.extra, rows.table_rows
+        before = np.maximum(rows.positions - np.int32(1), 0)  # the first token of all has no state before it
+        is_root = not extra.shape[1]
+        if is_root:
+            self._catch_up(table_rows, before)
+            self._known[table_rows] = rows.positions  # the last follows below
+        if extra.shape[1] > 1:
+            parents = extra[:, -2]
+        else:
+            parents = self.slots[table_rows, before if is_root else rows.context_lens - 1]
+        meta = AttentionMeta(
+            slots=parents if is_root else rows.slots, table_rows=table_rows,
+            context_lens=rows.context_lens - np.int32(1), extra=extra, slot_table=self.slots,
+        )  # fmt: skip
+        meta, given = self._space.stage(
+            meta, tokens=rows.tokens, positions=before, parents=parents, at=rows.slots, logit_rows=rows.logit_rows,
+            seeds=rows.seeds, noise_positions=rows.noise_positions, temperatures=rows.temperatures,
+        )  # fmt: skip
+        states = self._run(given["tokens"], given["positions"], self._index(given["parents"]), meta)
+        self._write_states(self._index(given["at"]), states)
+        logits = self._logits(states.index_select(0, self._index(given["logit_rows"])))
+        drawn = gumbel.candidates(logits, given["seeds"], given["noise_positions"], given["temperatures"], k)
+        tokens, scores = self._space.staging.down(drawn)
+        return tokens, scores
+
+    def grow(
+        self, batch: DraftBatch, plan: DraftPlan, roots: Roots, curves: tuple[Floats, Floats], terms: LevelTerms | None
+    ) -> GrownTrees | None:
+        return None
+
+    def keep(self, batch: DraftBatch, expanded: Expanded, new_lengths: IntArray) -> bool:
+        return True  # nothing: accepted nodes' keys and values are computed again, from the policy's states
+
+    def prefix_computed(self, row: int) -> None: ...
+
+    def forget(self, row: int) -> None:
+        self._known[row] = 0
+
+    def _run(
+        self, tokens: IndexArray, positions: IndexArray, parents: torch.Tensor, meta: AttentionMeta
+    ) -> torch.Tensor:
+        head, spec, places = self._head, self._spec, self._index(positions)
+        residual, x = head.inputs(self._embed(self._index(tokens)), self._read_states(parents))
+        keys, values = (self._fit(states) for states in head.keys_and_values(x, places))
+        queries = functional.pad(head.queries(x, places), (0, self._runner.kv_shape[3] - spec.key_dim))
+        attended = tree_attention(
+            queries, keys, values, self._runner.kv, spec.index, meta,
+            scale=spec.scale, split=self._runner.config.attention_split,
+        )  # fmt: skip
+        return head.states(attended[..., : spec.value_dim], residual)
+
+    def _catch_up(self, table_rows: IntArray, ends: IntArray) -> None:
+        """Compute the keys and values of the rows' positions below `ends`."""
+        counts = np.maximum(ends - self._known[table_rows], 0)
+        rows, positions = np.repeat(table_rows, counts), concatenate_ranges(ends - counts, counts)
+        for first in range(0, len(rows), _CAUGHT_UP_AT_ONCE):
+            self._fill(rows[first : first + _CAUGHT_UP_AT_ONCE], positions[first : first + _CAUGHT_UP_AT_ONCE])
+
+    def _fill(self, rows: IntArray, positions: IntArray) -> None:
+        slots, chosen = np.unique(self.slots[rows, positions], return_index=True)  # samples of a prompt share slots
+        rows, positions = rows[chosen], positions[chosen]
+        at = self._index(slots)
+        following = self._index(self._rows.tokens[rows, positions + 1])
+        _, x = self._head.inputs(self._embed(following), self._read_states(at))
+        block, offset = at // self._block_size, at % self._block_size
+        for place, states in enumerate(self._head.keys_and_values(x, self._index(positions))):
+            self._runner.kv[block, self._spec.index, place, offset] = self._fit(states).to(self._runner.kv.dtype)
+
+    def _read_states(self, slots: torch.Tensor) -> torch.Tensor:
+        kv, first = self._runner.kv, self._spec.index + 1
+        pages = kv[slots // self._block_size, first:, :, slots % self._block_size]  # [N, pages, 2, heads, dim]
+        return pages.flatten(1)[:, : self._width].to(self._runner.activation_dtype)
+
+    def _write_states(self, slots: torch.Tensor, states: torch.Tensor) -> None:
+        kv, first = self._runner.kv, self._spec.index + 1
+        shape = (kv.shape[1] - first, 2, *kv.shape[4:])
+        padded = functional.pad(states, (0, math.prod(shape) - self._width)).to(kv.dtype)
+        kv[slots // self._block_size, first:, :, slots % self._block_size] = padded.view(-1, *shape)
+
+    def _logits(self, states: torch.Tensor) -> torch.Tensor:
+        drafted = self._head.logits(states)
+        logits = drafted.new_full((len(states), self._runner.vocab_size), -torch.inf)
+        logits[:, self._token_ids] = drafted
+        return logits
+
+    def _fit(self, states: torch.Tensor) -> torch.Tensor:
+        heads, dim = self._runner.kv_shape[2:]
+        return fit_cache(states.transpose(0, 1)[None], heads, dim)[0].transpose(0, 1)
+
+    def _index(self, numbers: IndexArray) -> torch.Tensor:
+        return torch.as_tensor(numbers, device=self._runner.config.device).long()
+
+
+def _for_inference(head: EagleHead, runner: ModelRunner) -> EagleHead:
+    """Return a copy of the head on the policy's device, with the policy's kernels."""
+    config = runner.config
+    head = copy.deepcopy(head).to(config.device, runner.activation_dtype)
+    if config.device.type == "cpu" and config.arithmetic != "torch":
+        for module in list(head.modules()):
+            for name, child in module.named_children():
+                if isinstance(child, nn.Linear):
+                    packed = PackedLinear.from_linear(child, dtype=config.dtype, arithmetic=config.arithmetic)
+                    setattr(module, name, packed)
+    return head
