@@ -33,13 +33,19 @@ class Children:
         self._folder = tempfile.TemporaryDirectory(prefix="vllm-tests-")
         self.path, drafter_path = (str(Path(self._folder.name) / name) for name in ("model", "drafter"))
         model.save_pretrained(self.path)
-        drafter.save_pretrained(drafter_path)
+        if isinstance(drafter, Path):
+            drafter_path = str(drafter)
+        else:
+            drafter.save_pretrained(drafter_path)
         self._speculation = {
             "off": None,
             "ngram": {
                 "method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 1,
             },
-            "draft_model": {"method": "draft_model", "model": drafter_path, "num_speculative_tokens": 4},
+            **{
+                method: {"method": method, "model": drafter_path, "num_speculative_tokens": 4}
+                for method in ("draft_model", "eagle3")
+            },
         }  # fmt: skip
         self._environment = environment or {}
         self._max_context, self._max_sequences, self._arguments = max_context, max_sequences, arguments
