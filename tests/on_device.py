@@ -62,7 +62,7 @@ def _take(device: str) -> None:
     from second_device.attention import attend
 
     from rlhfspec.engine.config import EngineConfig
-    from rlhfspec.engine.forward import chunks, runner
+    from rlhfspec.engine.forward import chunks, eagle_forward, runner
     from rlhfspec.training.learning.learner import Learner
     from rlhfspec.training.scoring.log_probs import LogProbScorer
     from rlhfspec.training.scoring.rewards.model import ModelRewards
@@ -74,7 +74,7 @@ def _take(device: str) -> None:
     for takes in (*(each.__init__ for each in made), Learner.from_spec.__func__):
         assert takes.__kwdefaults__["device"] == "cpu"
         takes.__kwdefaults__["device"] = device
-    for calls in (runner, chunks):
+    for calls in (runner, chunks, eagle_forward):
         calls.tree_attention = attend  # type: ignore[attr-defined]
 
 

@@ -26,6 +26,7 @@ from rlhfspec.tiny import perturbed, random_model
 VOCAB, DRAFTED = 61, 40
 CHAIN = DraftPlan(drafter="model", depth=4)
 TREE = DraftPlan(drafter="model", depth=3, width=2, branch=2)
+SHORT = SamplingParams(max_tokens=24, ignore_eos=True)
 PROMPTS = [[1, 2, 3, 4, 5], [7] * 40, [9, 8], [7] * 40, [3]]
 
 
@@ -100,6 +101,14 @@ def test_moves_and_preemptions_keep_bits_and_drafts(policy: Any, folder: Path, m
 def _with(engine: Engine, asked: Any) -> Engine:
     engine.submit(asked)
     return engine
+
+
+def test_a_head_drafts_on_another_device_as_on_the_cpu(second: Any, policy: Any, folder: Path) -> None:
+    there = make(policy, folder, device="second:0", arithmetic="torch")
+    found = [(done.token_ids, done.stats.num_accepted) for done in there.generate(PROMPTS, SHORT, seeds=range(5))]
+    with second.without_kernels():
+        here = make(policy, folder, arithmetic="torch")
+        assert found == [(done.token_ids, done.stats.num_accepted) for done in here.generate(PROMPTS, SHORT, range(5))]
 
 
 def test_new_weights_of_the_policy_reach_the_head(policy: Any, folder: Path) -> None:

@@ -104,7 +104,6 @@ class EagleForward:
         """Keep the states of the policy's last forward at `slots`."""
         self._write_states(self._index(slots), self._head.fc(self._runner.tapped.flatten(1)))
 
-    @torch.inference_mode()
     def candidates(self, rows: DraftRows, k: int) -> tuple[IntArray, FloatArray]:
         extra, table_rows = rows.extra, rows.table_rows
         before = np.maximum(rows.positions - np.int32(1), 0)  # the first token of all has no state before it
@@ -124,9 +123,7 @@ class EagleForward:
             meta, tokens=rows.tokens, positions=before, parents=parents, at=rows.slots, logit_rows=rows.logit_rows,
             seeds=rows.seeds, noise_positions=rows.noise_positions, temperatures=rows.temperatures,
         )  # fmt: skip
-        states = self._run(given["tokens"], given["positions"], self._index(given["parents"]), meta)
-        self._write_states(self._index(given["at"]), states)
-        logits = self._logits(states.index_select(0, self._index(given["logit_rows"])))
+        logits = self._run(given, meta)
         drawn = gumbel.candidates(logits, given["seeds"], given["noise_positions"], given["temperatures"], k)
         tokens, scores = self._space.staging.down(drawn)
         return tokens, scores
@@ -144,18 +141,20 @@ class EagleForward:
     def forget(self, row: int) -> None:
         self._known[row] = 0
 
-    def _run(
-        self, tokens: IndexArray, positions: IndexArray, parents: torch.Tensor, meta: AttentionMeta
-    ) -> torch.Tensor:
-        head, spec, places = self._head, self._spec, self._index(positions)
-        residual, x = head.inputs(self._embed(self._index(tokens)), self._read_states(parents))
+    @torch.inference_mode()
+    def _run(self, given: Mapping[str, IndexArray], meta: AttentionMeta) -> torch.Tensor:
+        head, spec, places = self._head, self._spec, self._index(given["positions"])
+        embedded = self._embed(self._index(given["tokens"]))
+        residual, x = head.inputs(embedded, self._read_states(self._index(given["parents"])))
         keys, values = (self._fit(states) for states in head.keys_and_values(x, places))
         queries = functional.pad(head.queries(x, places), (0, self._runner.kv_shape[3] - spec.key_dim))
         attended = tree_attention(
             queries, keys, values, self._runner.kv, spec.index, meta,
             scale=spec.scale, split=self._runner.config.attention_split,
         )  # fmt: skip
-        return head.states(attended[..., : spec.value_dim], residual)
+        states = head.states(attended[..., : spec.value_dim], residual)
+        self._write_states(self._index(given["at"]), states)
+        return self._logits(states.index_select(0, self._index(given["logit_rows"])))
 
     def _catch_up(self, table_rows: IntArray, ends: IntArray) -> None:
         """Compute the keys and values of the rows' positions below `ends`."""
@@ -164,6 +163,7 @@ class EagleForward:
         for first in range(0, len(rows), _CAUGHT_UP_AT_ONCE):
             self._fill(rows[first : first + _CAUGHT_UP_AT_ONCE], positions[first : first + _CAUGHT_UP_AT_ONCE])
 
+    @torch.inference_mode()
     def _fill(self, rows: IntArray, positions: IntArray) -> None:
         slots, chosen = np.unique(self.slots[rows, positions], return_index=True)  # samples of a prompt share slots
         rows, positions = rows[chosen], positions[chosen]
