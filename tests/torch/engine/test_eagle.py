@@ -11,16 +11,19 @@ import torch
 from eagle_heads import best_drafts, write_head
 from moving import at_once, bits, drain, in_rounds, request
 from safetensors.torch import load_file
+from transformers import LlamaConfig
 
 from rlhfspec.engine import Engine, SamplingParams
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import make_engine
 from rlhfspec.engine.distilling import before, learning as distilling
 from rlhfspec.engine.distilling.before import begin, drafter_of
+from rlhfspec.engine.distilling.lessons import Lesson, LessonRing
 from rlhfspec.engine.drafting.base import DraftBatch, DraftPlan, Forest
 from rlhfspec.engine.drafting.model import ModelDrafter
+from rlhfspec.engine.forward.models import load_drafter
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.huggingface.heads.eagle import load_head, save_head
+from rlhfspec.huggingface.heads.eagle import EagleHead, load_head, new_head, save_head
 from rlhfspec.tiny import perturbed, random_model
 
 VOCAB, DRAFTED = 61, 40
@@ -42,9 +45,9 @@ def folder(policy: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make(policy: Any, folder: Path | None, **options: Any) -> Engine:
+def make(policy: Any, folder: Path | EagleHead | None, **options: Any) -> Engine:
     chosen = {"max_sequences": 4, "max_context": 96, "profile": False, "num_threads": 1, "speculation": CHAIN}
-    draft = None if folder is None else load_head(folder)
+    draft = load_head(folder) if isinstance(folder, Path) else folder
     config = EngineConfig(**chosen | ({"speculation": "off"} if folder is None else {}) | options)
     return make_engine(copy.deepcopy(policy), config, draft=draft)
 
@@ -147,6 +150,47 @@ def test_what_cannot_be_drafted_with_is_refused_by_name(
     write_head(tmp_path / "head", policy, num_drafted=DRAFTED, **config)
     with pytest.raises(InvalidRequest, match=said):
         load_head(tmp_path / "head", target_width=policy.config.hidden_size)
+
+
+@pytest.mark.parametrize(
+    ("of_head", "said"),
+    [
+        ({"vocab_size": VOCAB + 1}, "vocabulary size must equal the policy's 61"),
+        ({"num_key_value_heads": 4}, "more or wider key/value heads"),
+        ({"head_dim": 16}, "more or wider key/value heads"),
+    ],
+)
+def test_a_head_that_does_not_fit_the_policy_is_refused(policy: Any, of_head: dict[str, int], said: str) -> None:
+    head = new_head(policy, DRAFTED)
+    config = head.config.to_dict() | of_head
+    with pytest.raises(InvalidRequest, match=said):
+        make(policy, EagleHead(LlamaConfig(**config), target_width=policy.config.hidden_size))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"draft_vocab_size": 40}'])
+def test_a_folder_that_holds_no_drafter_is_refused_by_name(policy: Any, tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    for path in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(InvalidRequest, match="drafter"):
+            load_drafter(path, policy, field="drafter")
+
+
+def test_one_lesson_of_one_label_teaches_a_head_nothing(policy: Any, folder: Path) -> None:
+    engine = make(policy, folder, learning=1.0)
+    engine.generate(PROMPTS, SamplingParams(max_tokens=1))
+    assert not engine.abilities.learning.learn_while_idle()
+
+
+def test_few_long_lessons_are_never_padded_by_many_short_ones() -> None:
+    ring = LessonRing(most_tokens=10_000, passes=1)
+    for size in (256, *[4] * 64):
+        ring.add(a_lesson(size))
+    assert [len(ring.take(most_tokens=512)) for _ in range(2)] == [4, 61]
+
+
+def a_lesson(size: int) -> Lesson:
+    ids, values = np.zeros((size, 2), np.int32), np.zeros((size, 2), np.float32)
+    return Lesson(tokens=np.zeros(size, np.int32), label_ids=ids, label_log_probs=values, temperature=1.0)
 
 
 def test_a_policy_of_few_layers_is_refused(folder: Path) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from rlhfspec.engine.base import LearningReport, Request
 from rlhfspec.engine.config import EngineConfig
@@ -64,9 +63,10 @@ def distil(
 
 
 def begin(
-    path: str, drafter: str | None, config: EngineConfig, prompts: Sequence[Sequence[int]], params: SamplingParams
-) -> Engine:
-    """Return an engine whose drafter learns: the one named, or a new EAGLE-3 head."""
+    path: str, drafter: str | None, config: EngineConfig, prompts: Sequence[Sequence[int]], params: SamplingParams,
+    *, is_over: Callable[[], bool] = lambda: False,
+) -> Engine:  # fmt: skip
+    """Return an engine whose drafter learns: the one named, or a new EAGLE-3 head for tokens that answers hold."""
     model = load_stored(path)
     if drafter is not None:
         return make_engine(model, config, draft=load_drafter(drafter, model, field="drafter"))
@@ -75,8 +75,12 @@ def begin(
     student, eagle = engine.state.student, engine.state.eagle
     assert isinstance(student, EagleStudent)
     assert eagle is not None
-    answers = engine.generate([tuple(prompt) for prompt in prompts[:_SAMPLED]], params)
-    counts = np.bincount(np.concatenate([answer.token_ids for answer in answers]), minlength=len(weight))
+    for request in islice(_requests(prompts, params), _SAMPLED):
+        engine.submit(request)
+    counts = np.zeros(len(weight), np.int64)
+    while engine.has_work and not is_over():
+        for answer in engine.step().finished:
+            np.add.at(counts, list(answer.token_ids), 1)
     ids = np.sort(np.argsort(-counts, kind="stable")[: student.model.num_draft_tokens])
     student.draft_with(ids.tolist(), weight[torch.from_numpy(ids)])
     eagle.load_weights(student.state_dict())
@@ -86,7 +90,7 @@ def begin(
 def student_of(drafter: str) -> LearningCopy:
     """Load a drafter to take learnt weights."""
     if is_eagle(drafter):
-        return EagleStudent(load_head(drafter).float(), nn.Identity())
+        return EagleStudent(load_head(drafter))
     return Student(load_model(drafter), max_context=1)
 
 

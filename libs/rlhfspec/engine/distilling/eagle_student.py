@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from rlhfspec.engine.distilling.lessons import Lesson
 from rlhfspec.engine.distilling.student import LearningCopy
@@ -19,8 +19,10 @@ _NO_CHANCE = -1e4  # log-prob of a token that the head cannot draft
 
 
 class EagleStudent(LearningCopy):
-    def __init__(self, head: EagleHead, embedding: nn.Module) -> None:
-        self._embed = head.embed_tokens or embedding
+    def __init__(self, head: EagleHead, policy: Any = None, device: str = "cpu") -> None:
+        """Make the head learn, in float32. Without `policy`, it only takes what was learnt."""
+        head = head.to(device, torch.float32)
+        self._policy = policy
         learning = {name: each for name, each in head.named_parameters() if not name.startswith(_FIXED)}
         for parameter in learning.values():
             parameter.requires_grad_(True)
@@ -49,7 +51,8 @@ class EagleStudent(LearningCopy):
             tokens[index, : count + 1] = torch.from_numpy(lesson.tokens[-count - 1 :].astype(np.int64))
             tapped[index, :count] = lesson.states[:count]
         with torch.no_grad():
-            embedded = self._embed(tokens.to(device)).float()
+            embed = head.embed_tokens or self._policy.get_input_embeddings()
+            embedded = embed(tokens.to(device)).float()
         states = head.fc(tapped.to(device)).flatten(0, 1)
         earlier: list[tuple[torch.Tensor, torch.Tensor]] = []  # keys and values by depth
         for depth in range(min(_DEPTHS, width)):

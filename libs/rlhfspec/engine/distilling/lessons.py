@@ -62,13 +62,15 @@ class LessonRing:
             self.num_tokens -= (self._again.pop()[1] if self._again else self._pop_fresh()).num_labels
 
     def take(self, *, most_tokens: int) -> list[Lesson]:
-        """Return the next lessons: at most `most_tokens` labelled tokens, but at least one lesson if any."""
+        """Return the next lessons: at least one, and at most `most_tokens` labelled tokens, or twice that if padded."""
         taken: list[tuple[int, Lesson]] = []
-        count = 0
+        count = longest = 0
         may_repeat = 2 * self.num_tokens >= self._most_tokens
         while self._fresh or (may_repeat and self._again):
             ahead = self._fresh[0] if self._fresh else self._again[0][1]
-            if taken and count + ahead.num_labels > most_tokens:
+            longest = max(longest, ahead.num_labels)
+            is_padded = (len(taken) + 1) * longest > 2 * most_tokens
+            if taken and (is_padded or count + ahead.num_labels > most_tokens):
                 break
             taken.append((0, self._pop_fresh()) if self._fresh else self._again.popleft())
             count += ahead.num_labels
@@ -141,6 +143,8 @@ class LessonRecorder:
         states = torch.cat(recording.states) if recording.states else None
         recording.log_probs.clear()
         recording.states.clear()
+        if states is not None and len(ids) == 1:
+            return  # a head learns the label after a state and its token
         end = recording.start + len(ids)
         assert end <= len(tokens), "a label without its token"
         self._ring.add(

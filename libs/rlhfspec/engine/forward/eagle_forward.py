@@ -6,7 +6,6 @@ output, which stands in for the state of p + 1 until the policy has run, at p + 
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping
 
@@ -200,9 +199,9 @@ class EagleForward:
 
 
 def _for_inference(head: EagleHead, runner: ModelRunner) -> EagleHead:
-    """Return a copy of the head on the policy's device, with the policy's kernels."""
+    """Return the head on the policy's device, with the policy's kernels."""
     config = runner.config
-    head = copy.deepcopy(head).to(config.device, runner.activation_dtype)
+    head = head.to(config.device, runner.activation_dtype)
     if config.device.type == "cpu" and config.arithmetic != "torch":
         for module in list(head.modules()):
             for name, child in module.named_children():

@@ -67,6 +67,9 @@ def make_state(
         own = None
     student: LearningCopy | None = _student(draft, config)
     taps = None if head is None else _taps(head, model, group)
+    if head is not None:  # before the KV takes what is free
+        student = EagleStudent(copy.deepcopy(head), model, config.device) if config.learning != OFF else None
+        head = head.to(config.device)
     config, (target, *others) = make_runners(model, config, draft, group, taps, has_few_bits=own is not None)
     cut = cut_of(model)
     if group is not None and cut is not None:
@@ -74,9 +77,6 @@ def make_state(
     space = KVSpace(target, config)
     few_bits = FewBits(target, is_optional=own == AUTO) if own is not None else None
     shared = SharedSpace(space, few_bits.runner) if few_bits is not None else None
-    if head is not None and config.learning != OFF:
-        learning = copy.deepcopy(head).to(config.device, torch.float32)
-        student = EagleStudent(learning, target.fused.model.get_input_embeddings())
     state = EngineState(
         config=config,
         target=space,
@@ -102,6 +102,9 @@ def _why_not_of_the_policy(config: EngineConfig, group: Ranks | None) -> str:
 def _taps(head: EagleHead, policy: Any, group: Ranks | None) -> Taps:
     if group is not None:
         raise InvalidRequest("drafter", "EAGLE-3", "is not possible with a model that is split over several processes")
+    told, ours = head.config.vocab_size, text_config(policy).vocab_size
+    if told != ours:
+        raise InvalidRequest("drafter", told, f"vocabulary size must equal the policy's {ours}")
     if not hasattr(policy.base_model, "layers"):
         raise InvalidRequest("drafter", "EAGLE-3", f"cannot read the layers of a {type(policy).__name__}")
     return taps_of(head, text_config(policy).num_hidden_layers)

@@ -25,7 +25,7 @@ from rlhfspec.engine.forward.device import check_fits
 from rlhfspec.engine.forward.graphs import GraphedForward, can_capture
 from rlhfspec.engine.forward.led import Others
 from rlhfspec.engine.kv.cache import give_back, new_kv
-from rlhfspec.errors import UnsupportedModel
+from rlhfspec.errors import InvalidRequest, UnsupportedModel
 from rlhfspec.huggingface.checksums import checksums
 from rlhfspec.huggingface.cutting import cut_of
 from rlhfspec.huggingface.fused.casting import Precision, cast, narrow, precision_of
@@ -113,7 +113,7 @@ class ModelRunner:
         rounding = Rounding(precision, arithmetic=config.arithmetic, activations=self.activation_dtype)
         key = kept.key_of(
             model, probes, config.device, config.dtype, config.arithmetic, config.attention_split, config.block_size,
-            bool(config.exact_rows), config.must_be_exact,
+            bool(config.exact_rows), config.must_be_exact, self.kv_shape,
         )  # fmt: skip
         verdict = kept.find(key)
         reference = None if verdict is not None else ask(model, anatomy, probes, name=config.name, rounding=rounding)
@@ -379,7 +379,10 @@ class ModelRunner:
 def _kv_shape(attentions: tuple[AttentionSpec, ...], taps: Taps | None) -> tuple[int, int, int, int]:
     if taps is None:
         return (len(attentions), 2, *cache_shape(attentions))
-    heads, dim = cache_shape((*attentions, taps.attention))
+    heads, dim = cache_shape(attentions)
+    if cache_shape((*attentions, taps.attention)) != (heads, dim):
+        problem = f"has more or wider key/value heads than the policy: {taps.attention}"
+        raise InvalidRequest("drafter", "EAGLE-3", problem)
     return (len(attentions) + 1 + taps.pages(heads, dim), 2, heads, dim)
 
 

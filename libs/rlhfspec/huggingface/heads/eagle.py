@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional
@@ -145,12 +147,16 @@ def _rotary(config: LlamaConfig, dim: int) -> tuple[torch.Tensor, float]:
     told: dict[str, Any] = config.rope_parameters  # type: ignore[assignment]
     if told["rope_type"] == "default":
         return told["rope_theta"] ** (-torch.arange(0, dim, 2) / dim), 1.0
-    return ROPE_INIT_FUNCTIONS[told["rope_type"]](config, None)
+    frequencies, scale = ROPE_INIT_FUNCTIONS[told["rope_type"]](config, None)
+    if len(frequencies) != dim // 2:
+        raise ValueError("partly rotated heads are not supported")
+    return frequencies, scale
 
 
 def is_eagle(path: str | Path) -> bool:
-    """Return whether a folder or hub id holds an EAGLE-3 drafter."""
-    return ARCHITECTURE in (_config_of(path).get("architectures") or ())
+    """Return whether a folder or hub id holds an EAGLE-3 drafter. Early ones call themselves a LlamaForCausalLM."""
+    told = _config_of(path)
+    return ARCHITECTURE in (told.get("architectures") or ()) or "draft_vocab_size" in told
 
 
 def load_head(path: str | Path, *, target_width: int | None = None, field: str = "drafter") -> EagleHead:
@@ -166,13 +172,23 @@ def load_head(path: str | Path, *, target_width: int | None = None, field: str =
         raise InvalidRequest(field, str(path), "explicit eagle_aux_hidden_state_layer_ids are not supported")
     if told.get("num_hidden_layers") != 1:
         raise InvalidRequest(field, str(path), "an EAGLE-3 drafter has one layer")
+    if told.get("hidden_act", "silu") != "silu" or not told.get("hidden_size"):
+        raise InvalidRequest(field, str(path), "config.json must have hidden_size, and hidden_act silu")
     wanted = told.get("target_hidden_size") or told["hidden_size"]
     if target_width not in (None, wanted):
         problem = f"reads hidden states of {wanted} values; the policy's have {target_width}"
         raise InvalidRequest(field, str(path), problem)
     weights = _weights_of(path, field)
     weights.pop("t2d", None)
-    head = EagleHead(LlamaConfig(**told), target_width=wanted, has_embedding="embed_tokens.weight" in weights)
+    has_embedding = "embed_tokens.weight" in weights
+    if not has_embedding and wanted != told["hidden_size"]:
+        raise InvalidRequest(
+            field, str(path), "is narrower or wider than the policy, and has no embed_tokens of its own"
+        )
+    try:
+        head = EagleHead(LlamaConfig(**told), target_width=wanted, has_embedding=has_embedding)
+    except (*LOAD_ERRORS, StrictDataclassError) as error:
+        raise InvalidRequest(field, str(path), f"config.json: {first_line(error)}") from error
     own = head.state_dict()
     if head.num_draft_tokens == head.config.vocab_size:
         weights.setdefault("d2t", own["d2t"])
@@ -195,6 +211,7 @@ def new_head(policy: Any, num_draft_tokens: int) -> EagleHead:
     given = {name: getattr(told, name) for name in same if getattr(told, name, None) is not None}
     own = {"num_hidden_layers": 1, "draft_vocab_size": num_draft_tokens, "tie_word_embeddings": False}
     config = LlamaConfig(**given | own)
+    config.rope_parameters.pop("partial_rotary_factor", None)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         head = EagleHead(config, target_width=told.hidden_size)
@@ -224,8 +241,12 @@ def save_head(head: EagleHead, out: Path) -> None:
 
 
 def _config_of(path: str | Path) -> dict[str, Any]:
-    found = _file(path, "config.json")
-    return {} if found is None else json.loads(found.read_text())
+    try:
+        found = _file(path, "config.json")
+        told = {} if found is None else json.loads(found.read_text())
+    except (OSError, ValueError):
+        return {}
+    return told if isinstance(told, dict) else {}
 
 
 def _weights_of(path: str | Path, field: str) -> dict[str, torch.Tensor]:
@@ -233,7 +254,7 @@ def _weights_of(path: str | Path, field: str) -> dict[str, torch.Tensor]:
         if (found := _file(path, name)) is not None:
             try:
                 return dict(load_file(found) if name.endswith("safetensors") else torch.load(found, weights_only=True))
-            except LOAD_ERRORS as error:
+            except (*LOAD_ERRORS, struct.error) as error:
                 raise InvalidRequest(field, str(path), f"{name}: {first_line(error)}") from error
     raise InvalidRequest(field, str(path), f"has none of {', '.join(_WEIGHTS)}")
 

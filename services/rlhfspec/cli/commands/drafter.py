@@ -74,7 +74,7 @@ def train(
             max_context=longest + max_tokens,
         )  # fmt: skip
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
-        engine = begin(model, drafter, config, prompts, params)
+        engine = begin(model, drafter, config, prompts, params, is_over=over.is_set)
         report = distil(
             engine,
             prompts,
