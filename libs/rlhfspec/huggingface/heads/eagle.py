@@ -210,8 +210,9 @@ def new_head(policy: Any, num_draft_tokens: int) -> EagleHead:
             "max_position_embeddings", "rms_norm_eps", "rope_parameters")  # fmt: skip
     given = {name: getattr(told, name) for name in same if getattr(told, name, None) is not None}
     own = {"num_hidden_layers": 1, "draft_vocab_size": num_draft_tokens, "tie_word_embeddings": False}
+    if rotary := given.get("rope_parameters"):
+        given["rope_parameters"] = {name: each for name, each in rotary.items() if name != "partial_rotary_factor"}
     config = LlamaConfig(**given | own)
-    config.rope_parameters.pop("partial_rotary_factor", None)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         head = EagleHead(config, target_width=told.hidden_size)
