@@ -125,8 +125,13 @@ def follow_engine(model: Any, config: EngineConfig, group: Ranks) -> None:
 
 
 def make_runners(
-    model: Any, config: EngineConfig, draft: Any, group: Ranks | None, taps: Taps | None = None,
-    *, has_few_bits: bool = False,
+    model: Any,
+    config: EngineConfig,
+    draft: Any,
+    group: Ranks | None,
+    taps: Taps | None = None,
+    *,
+    has_few_bits: bool = False,
 ) -> tuple[EngineConfig, list[ModelRunner]]:
     _check_positions(model, draft, config.max_context)
     if config.device.startswith("cpu"):

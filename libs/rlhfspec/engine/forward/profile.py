@@ -16,7 +16,8 @@ from rlhfspec.engine.forward.eagle_forward import EagleForward
 from rlhfspec.engine.forward.graphs import EXTRA_BUCKETS
 from rlhfspec.engine.forward.runner import ModelRunner
 from rlhfspec.engine.forward.staging import Staging
-from rlhfspec.engine.kv.state import EngineState, KVSpace, SharedSpace
+from rlhfspec.engine.kv.space import KVSpace, SharedSpace
+from rlhfspec.engine.kv.state import EngineState
 from rlhfspec.job.choices.drafters import DRAFTERS
 from rlhfspec.kernels import gumbel
 from rlhfspec.kernels.tree_attention import AttentionMeta
