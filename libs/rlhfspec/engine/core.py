@@ -30,6 +30,7 @@ from rlhfspec.engine.forward.profile import record
 from rlhfspec.engine.kv.state import EngineState
 from rlhfspec.engine.kv.transfer import Moves
 from rlhfspec.engine.params import SamplingParams
+from rlhfspec.engine.requests import check_response
 from rlhfspec.engine.scheduling import commit, text, verify
 from rlhfspec.engine.scheduling.scheduler import StepRows
 from rlhfspec.engine.scheduling.sequences import Generated
@@ -112,9 +113,11 @@ class Engine(Moves):
     def abilities(self) -> Abilities:
         return Abilities(moves_tokens=self, moves_kv=self, learning=self.learning)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, response: SequenceOf[int] = ()) -> None:
+        """Queue a request. `response`: its first tokens, if another engine has sampled them; none is a stop token."""
         self.validate(request)
-        sequence = self.state.new_sequence(request, Generated.of_prompt(request.prompt_token_ids))
+        check_response(request, response, num_token_ids=self.state.target.runner.num_token_ids)
+        sequence = self.state.new_sequence(request, Generated.of_prompt(request.prompt_token_ids, response))
         self.state.sequences[request.id] = sequence
         self.scheduler.enqueue(sequence)
 

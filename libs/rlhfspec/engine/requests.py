@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rlhfspec.engine.base import MOST_TOP_LOG_PROBS
@@ -55,6 +56,14 @@ def check_request(
         raise InvalidRequest("stop", params.stop, "stop strings need a tokenizer, and the model folder holds none")
     if request.weights_version not in (None, weights_version):
         raise WeightsVersionError(request.weights_version or 0, weights_version, "not the loaded one")
+
+
+def check_response(request: Request, response: Sequence[int], *, num_token_ids: int) -> None:
+    """Raise InvalidRequest if the request's response cannot go on after these tokens."""
+    if len(response) >= request.params.max_tokens:
+        raise InvalidRequest("response", f"{len(response)} tokens", f"must be shorter than {request.params.max_tokens}")
+    if response and not 0 <= min(response) <= max(response) < num_token_ids:
+        raise InvalidRequest("response", "token ids", f"one is outside [0, {num_token_ids})")
 
 
 def _are_ids(values: object) -> bool:

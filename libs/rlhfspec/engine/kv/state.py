@@ -50,10 +50,14 @@ class EngineState:
             prefix=Prefix.of(request.prompt_token_ids, self.config.block_size),
         )
 
+    @property
+    def most_tokens(self) -> int:
+        """Return the most tokens of a prompt and its response."""
+        return min(self.config.max_context, (self.pool.num_blocks - 1) * self.config.block_size)
+
     def validate(self, request: Request) -> None:
         check_request(
-            request, num_token_ids=self.target.runner.num_token_ids,
-            most_tokens=min(self.config.max_context, (self.pool.num_blocks - 1) * self.config.block_size),
+            request, num_token_ids=self.target.runner.num_token_ids, most_tokens=self.most_tokens,
             has_tokenizer=self.tokenizer is not None, weights_version=self.weights_version,
         )  # fmt: skip
 

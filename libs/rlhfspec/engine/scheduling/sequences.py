@@ -34,9 +34,11 @@ class Generated:
     strategies: dict[str, int] = field(default_factory=dict)  # plan name -> decoding steps under it
 
     @classmethod
-    def of_prompt(cls, prompt: tuple[int, ...]) -> Generated:
-        none = np.empty(0, np.float32)
-        return cls(np.asarray(prompt, np.int32), none, none, np.empty(0, np.int32), np.zeros(NUM_COUNTERS, np.int32))
+    def of_prompt(cls, prompt: tuple[int, ...], response: Iterable[int] = ()) -> Generated:
+        """Return the state before a step. `response`: tokens that another engine sampled, without their log-probs."""
+        token_ids = np.asarray((*prompt, *response), np.int32)
+        unknown = np.zeros(len(token_ids) - len(prompt), np.float32)
+        return cls(token_ids, unknown, unknown, unknown.astype(np.int32), np.zeros(NUM_COUNTERS, np.int32))
 
 
 @dataclass(slots=True, eq=False)
