@@ -9,12 +9,16 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
 
 from rlhfspec.engine.base import Completion, EngineStep, FinishReason, Gain, Request, TopLogProbs
-from rlhfspec.engine.core import Engine
 from rlhfspec.errors import RLHFSpecError, first_line
 from rlhfspec.moves.migration.engine_calls import EngineCalls, EngineStopped
 
+if TYPE_CHECKING:
+    from rlhfspec.engine.core import Engine
+
+MOST_CONVERSATIONS = 64  # conversations of a generator that may be continued with their KV
 _PRIORITY = 2  # people wait; rollouts have 0
 log = logging.getLogger("rlhfspec.door")
 
@@ -30,6 +34,42 @@ class Gained:
     weights_version: int
     finish_reason: FinishReason | None = None
     error: str = ""
+
+
+class PolicyCalls(Protocol):
+    """Calls of clients into a policy: into one engine, or into the generators of a run."""
+
+    @property
+    def ended(self) -> RLHFSpecError | None:
+        """Return why no call is taken any more, if so."""
+        ...
+
+    @property
+    def max_context(self) -> int: ...
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]: ...
+
+    @property
+    def weights_version(self) -> int: ...
+
+    def validate(self, request: Request) -> None:
+        """Raise InvalidRequest, naming the field, if the request can never run."""
+        ...
+
+    def tokens(self, request: Request) -> AsyncGenerator[Gained, None]:
+        """Yield a request's gains until it finishes. Closing the iterator cancels the request."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallLimits:
+    """Limits of the calls into an engine."""
+
+    max_context: int
+    most_tokens: int  # of prompt and response
+    num_token_ids: int
+    eos_token_ids: frozenset[int]
 
 
 @dataclass(slots=True)
@@ -48,8 +88,12 @@ class ClientCalls:
     """
 
     def __init__(self, engine: Engine, between: EngineCalls, *, most_kept: int) -> None:
-        self.max_context = engine.state.config.max_context
-        self.eos_token_ids = frozenset(engine.state.eos_token_ids)
+        self.limits = CallLimits(
+            max_context=engine.state.config.max_context,
+            most_tokens=engine.state.most_tokens,
+            num_token_ids=engine.state.target.runner.num_token_ids,
+            eos_token_ids=frozenset(engine.state.eos_token_ids),
+        )
         self._engine = engine
         self._between = between
         self._most_urgent = engine.state.config.max_sequences // 2  # so that samples are never starved
@@ -60,21 +104,28 @@ class ClientCalls:
         self._kept: OrderedDict[str, tuple[int, ...]] = OrderedDict()  # tokens of finished calls, the oldest first
 
     @property
+    def max_context(self) -> int:
+        return self.limits.max_context
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return self.limits.eos_token_ids
+
+    @property
     def weights_version(self) -> int:
         return self._engine.weights_version
 
     def validate(self, request: Request) -> None:
-        """Raise InvalidRequest, naming the field, if the engine can never run the request."""
         self._engine.state.validate(request)
 
-    async def tokens(self, request: Request) -> AsyncGenerator[Gained, None]:
-        """Yield a request's gains until it finishes. Closing the iterator cancels the request."""
-        call = _OpenCall(list(request.prompt_token_ids))
+    async def tokens(self, request: Request, response: Sequence[int] = ()) -> AsyncGenerator[Gained, None]:
+        """Yield a request's gains. `response`: its first tokens, if another engine has sampled them."""
+        call = _OpenCall([*request.prompt_token_ids, *response])
         self._loop = asyncio.get_running_loop()
         if self.ended is not None:
             raise self.ended
         try:
-            await self._between.call(lambda: self._begin(request, call))
+            await self._between.call(lambda: self._begin(request, response, call))
             while not call.is_over:
                 gained = await call.queue.get()
                 if isinstance(gained, RLHFSpecError):
@@ -119,14 +170,17 @@ class ClientCalls:
         if gains and self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(_put_all, gains)
 
-    def _begin(self, request: Request, call: _OpenCall) -> None:
+    def _begin(self, request: Request, response: Sequence[int], call: _OpenCall) -> None:
+        if self.ended is not None:
+            raise self.ended
         prompt = request.prompt_token_ids
         call.is_urgent = sum(each.is_urgent for each in self._open.values()) < self._most_urgent
         priority = _PRIORITY if call.is_urgent else 0
-        name = max((name for name, kept in self._kept.items() if _begins(prompt, kept)), key=self._length, default=None)
+        kept = [] if response else [name for name, token_ids in self._kept.items() if begins(prompt, token_ids)]
+        name = max(kept, key=self._length, default=None)
         if name is None:
             name = request.id
-            self._engine.submit(replace(request, stays=True, priority=priority))
+            self._engine.submit(replace(request, stays=True, priority=priority), response)
         else:
             self._engine.extend(
                 name, prompt[self._length(name) :], seed=request.seed, params=request.params,
@@ -187,7 +241,8 @@ class EngineThread:
             self.calls.end(ended)
 
 
-def _begins(prompt: tuple[int, ...], kept: tuple[int, ...]) -> bool:
+def begins(prompt: tuple[int, ...], kept: tuple[int, ...]) -> bool:
+    """Return whether a prompt continues a finished call with these tokens."""
     length = len(kept)
     return length < len(prompt) and prompt[length - 1] == kept[-1] and prompt[:length] == kept
 

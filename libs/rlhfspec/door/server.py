@@ -26,7 +26,7 @@ from rlhfspec.door.bodies import (
     TokenizeBody,
     read,
 )
-from rlhfspec.door.calls import ClientCalls
+from rlhfspec.door.calls import PolicyCalls
 from rlhfspec.door.conversations import ChatPrompt, Conversations
 from rlhfspec.door.tools import ToolCalls
 from rlhfspec.door.words import Words
@@ -49,10 +49,10 @@ class PolicyDoor:
     """Application that answers OpenAI clients. The caller serves `app()`."""
 
     def __init__(
-        self, engine: ClientCalls, tokenizer: Any, *, name: str, token: str = "", tools: ToolCalls | None = None
+        self, engine: PolicyCalls, tokenizer: Any, *, name: str, token: str = "", tools: ToolCalls | None = None
     ) -> None:
-        """Create the application. `token`: that of clients, by default RLHFSPEC_SERVE_TOKEN or else a random one."""
-        self.token = token or os.environ.get("RLHFSPEC_SERVE_TOKEN") or secrets.token_urlsafe(24)
+        """Create the application. `token`: that of clients, by default `client_token()`."""
+        self.token = token or client_token()
         self._engine = engine
         self._tokenizer = tokenizer
         self._name = name
@@ -328,6 +328,11 @@ class PolicyDoor:
 
     def _decode(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids))
+
+
+def client_token() -> str:
+    """Return the value of RLHFSPEC_SERVE_TOKEN, or a random token."""
+    return os.environ.get("RLHFSPEC_SERVE_TOKEN") or secrets.token_urlsafe(24)
 
 
 def variables(host: str, port: int, token: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Endpoint for moves of a generator's samples: a `DirectControl` in one process, or a server per worker."""
+"""Ends of a generator's control connection, for moves of its samples and for calls of clients."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rlhfspec.engine.base import MovableByTokens
 
 MOVERS = ("generator",)  # roles that may move sequences
+CALLER = "gateway"  # role that may call for clients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,7 @@ class MoveEndpoint:
     incarnation: str
     control: MoveControl
     serve: Callable[[Answer], None]
+    serve_caller: Callable[[Answer], None] | None = None  # None: calls need certificates
     address: str = ""
     host: str = "127.0.0.1"
     link_port: int = 0  # 0: any that is free
@@ -54,7 +56,7 @@ class MoveEndpoint:
     ) -> Self:
         tls = (server_tls(credentials, role), client_tls(credentials, role, worker_host)) if credentials else None
         listen, connect = tls or (None, None)
-        server = StreamControlServer(host, port, tls=listen, askers=MOVERS if credentials else None)
+        server = StreamControlServer(host, port, tls=listen, askers=(*MOVERS, CALLER) if credentials else None)
         control = StreamControl(connect, answerers=MOVERS if credentials else None)
 
         def close() -> None:
@@ -62,8 +64,9 @@ class MoveEndpoint:
             server.close()
 
         return cls(
-            incarnation=incarnation, control=control, serve=server.serve, address=server.address, host=host, tls=tls,
-            link_port=link_port, close=close,
+            incarnation=incarnation, control=control, serve=partial(server.serve, role=role if credentials else ""),
+            serve_caller=partial(server.serve, role=CALLER) if credentials else None, address=server.address,
+            host=host, tls=tls, link_port=link_port, close=close,
         )  # fmt: skip
 
     def mover(
@@ -75,3 +78,8 @@ class MoveEndpoint:
         mover = Mover(name, self.incarnation, engine, calls, self.control, links, custody, clock)
         self.serve(mover.answer)
         return mover
+
+
+def calling(credentials: Path, worker_host: str | None) -> StreamControl:
+    """Return the gateway's end, which asks generators only."""
+    return StreamControl(client_tls(credentials, CALLER, worker_host), answerers=MOVERS)

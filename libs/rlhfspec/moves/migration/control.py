@@ -1,4 +1,4 @@
-"""Control channel between the ends of a move: direct calls in one process, otherwise frames over TCP.
+"""Control channel to a generator, for moves and calls: direct calls in one process, otherwise frames over TCP.
 
 A frame is length (u32), request number (u32), kind (u8) and content. Replies come in any order.
 """
@@ -202,15 +202,15 @@ class StreamControlServer:
         self.askers = askers
         self.frame_seconds = frame_seconds
         self._tls = tls
-        self._answer: Answer
+        self._answers: dict[str, Answer] = {}  # by role; "": of all askers without one of their own
         self._open: set[_ServedConnection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None] | None = None
         self.num_questions = 0
 
-    def serve(self, answer: Answer) -> None:
-        """Accept requests and reply with `answer`; callable from any thread."""
-        self._loop.call_soon_threadsafe(self._serve, answer)
+    def serve(self, answer: Answer, *, role: str = "") -> None:
+        """Accept requests and reply with `answer`, only to `role` if given; callable from any thread."""
+        self._loop.call_soon_threadsafe(self._serve, answer, role)
 
     def close(self) -> None:
         """Close every connection; call it in the event loop."""
@@ -238,7 +238,10 @@ class StreamControlServer:
         """Reply to a request, even if the client has disconnected."""
         kind, said = REFUSED, b"no answer could be made"
         try:
-            said = await self._answer(content)
+            answer = self._answers.get(asker.role) or self._answers.get("")
+            if answer is None:
+                raise NoReply(self.address, f"there is nothing for {asker.role} here")
+            said = await answer(content)
             kind = REPLY
         except RLHFSpecError as error:
             self.refuse(str(error))
@@ -247,11 +250,12 @@ class StreamControlServer:
             self.num_questions -= 1
             asker.send(kind, number, said)
 
-    def _serve(self, answer: Answer) -> None:
+    def _serve(self, answer: Answer, role: str) -> None:
         if self._listening.fileno() < 0:
             return  # closed meanwhile
-        self._answer = answer
-        self._accepting = self._begin(self._accept())
+        self._answers[role] = answer
+        if self._accepting is None:
+            self._accepting = self._begin(self._accept())
 
     async def _accept(self) -> None:
         while True:
@@ -295,15 +299,17 @@ class _ServedConnection(_Frames):
     def __init__(self, server: StreamControlServer) -> None:
         super().__init__()
         self._server = server
+        self.role = ""  # in its certificate
         self._may_not = ""
         self._due = 0.0
         self._watching: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        name, askers = _common_name(transport), self._server.askers
-        if askers is not None and name not in askers:
-            self._may_not, self.most_bytes = f"{name or 'an unknown peer'} may not move sequences", MOST_BYTES_OF_OTHERS
+        self.role, askers = _common_name(transport), self._server.askers
+        if askers is not None and self.role not in askers:
+            self._may_not = f"{self.role or 'an unknown peer'} may not move sequences"
+            self.most_bytes = MOST_BYTES_OF_OTHERS
         self._due = _now() + self._server.frame_seconds
         self._watch()
 
