@@ -5,6 +5,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
@@ -57,8 +58,8 @@ def job_file(tmp_path: Path, models: Path) -> Path:
 def starting(job_file: Path) -> Iterator[Callable[..., Started]]:
     started: list[Started] = []
 
-    def start(out: str, *overrides: str, resume: bool = False, before: str = "", fresh: bool = False) -> Started:
-        started.append(Started(job_file, out, *overrides, resume=resume, before=before, fresh=fresh))
+    def start(out: str, *overrides: str, **how: Any) -> Started:
+        started.append(Started(job_file, out, *overrides, **how))
         return started[-1]
 
     yield start

@@ -12,7 +12,7 @@ from rlhfspec.messages.transport.jetstream.streams import stream_name
 
 JOB, UID = "sums", "3f2a"
 DEAD = loop.dead_letters(JOB, UID)
-STAGES = {stage.name: stage for stage in loop.STAGES}
+STAGES = {stage.name: stage for stage in loop.SUPERVISED}
 WORK = [record for record, kind in loop.KINDS.items() if kind == "work"]
 
 

@@ -40,11 +40,12 @@ class Started:
         before: str = "",
         fresh: bool = False,
         processes: bool = True,
+        serve: bool = False,
     ) -> None:
         self.job_file, self.out, self.folder = job_file, out, job_file.parent / out
         sets = [word for override in (OFF, *overrides) for word in ("--set", override)]
         start = ["-c", f"{before}; from rlhfspec.cli.start import main; main()"] if before else ["-m", START]
-        way = ["--processes"] if processes else []
+        way = [*(["--processes"] if processes else []), *(["--serve", "0"] if serve else [])]
         command = [sys.executable, *start, "run", *way, str(job_file)]
         command += ["--out", str(self.folder), *sets, *(["--resume"] if resume else [])]
         popen = subprocess.Popen if fresh else warmed.Popen

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rlhfspec.job import Algorithm, RLHFJob
+from rlhfspec.job.roles import Work
 from rlhfspec.messages.records import (
     DatasetInfo,
     Demand,
@@ -123,6 +124,9 @@ STAGES: tuple[Stage, ...] = (
         watches=(Load, Moved, Sample),  # samples tell their final length
     ),
 )
+# Clients of the policy are served by a process of its own, if the run is started with --serve.
+GATEWAY = Stage(name="gateway", consumes=(), produces=(), waits_for="requests of clients", unblocked_by=())
+SUPERVISED = (*STAGES, GATEWAY)
 # Observers watch and produce nothing, and no stage waits for them.
 OBSERVERS: tuple[Stage, ...] = (
     Stage(
@@ -133,7 +137,7 @@ OBSERVERS: tuple[Stage, ...] = (
         unblocked_by=("generator", "trainer"),
     ),
 )
-BY_NAME = {stage.name: stage for stage in (*STAGES, *OBSERVERS)}
+BY_NAME = {stage.name: stage for stage in (*SUPERVISED, *OBSERVERS)}
 
 
 def subject(job: str, uid: str, record: type) -> str:
@@ -193,11 +197,18 @@ def scoring_stages(algorithm: Algorithm) -> tuple[ScoringStage, ...]:
     return tuple(stages)
 
 
-def workers_of(job: RLHFJob) -> dict[str, int]:
-    """Return the number of workers per stage of the job."""
+def workers_of(job: RLHFJob, *, is_served: bool = False) -> dict[str, int]:
+    """Return the number of workers per stage of the job, and the gateway if clients are served."""
     roles = job.spec.roles
     running = {"prompts", "generator", "trainer", *scoring_stages(job.spec.algorithm)}
     if job.spec.moves_samples:
         running.add("rebalancer")
     counts = {stage.name: getattr(roles, stage.name).workers for stage in STAGES if stage.name in running}
-    return counts | {name: 1 for name in ("prompts", "trainer", "rebalancer") if name in counts}
+    counts |= {name: 1 for name in ("prompts", "trainer", "rebalancer") if name in counts}
+    return counts | ({GATEWAY.name: 1} if is_served else {})
+
+
+def deadline_of(job: RLHFJob, stage: str) -> float:
+    """Return the time limit of one piece of a stage's work, in seconds."""
+    role: Work = getattr(job.spec.roles, stage, Work())
+    return role.deadline_seconds

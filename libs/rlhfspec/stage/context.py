@@ -14,6 +14,7 @@ from rlhfspec.stage.guest import HostedScoring
 from rlhfspec.stage.vitals import Vitals
 
 if TYPE_CHECKING:
+    from rlhfspec.moves.migration.base import MoveControl
     from rlhfspec.training.weights import WeightStore
     from rlhfspec.training.weights.group.sender import GroupSender
     from rlhfspec.worker.ends import MoveEndpoint
@@ -52,6 +53,14 @@ class Context:
 class GeneratorContext(Context):
     move_endpoint: MoveEndpoint | None = None  # None: sequences stay
     hosted_scoring: HostedScoring | None = None  # None: no stage that it can help
+    is_called: bool = False  # by the gateway, over `move_endpoint`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayContext(Context):
+    control: MoveControl  # asks generators
+    port: int
+    token: str  # of clients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

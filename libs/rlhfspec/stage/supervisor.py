@@ -8,13 +8,13 @@ from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
 from rlhfspec.errors import LoopStalled, RLHFSpecError, StageError, StageFailed, StageStalled
-from rlhfspec.messages.loop import BY_NAME, STAGES
+from rlhfspec.messages.loop import BY_NAME, SUPERVISED
 from rlhfspec.messages.transport.clock import first_of
 from rlhfspec.stage.base import Service
 from rlhfspec.stage.vitals import Vitals, WorkerState
 
 log = logging.getLogger("rlhfspec.stage")
-STAGE_NAMES = {stage.name for stage in STAGES}
+STAGE_NAMES = {stage.name for stage in SUPERVISED}
 STALL_SECONDS = 300.0  # for which all workers may wait for each other
 GRACE_SECONDS = 120.0  # for the trainer to end its step and write a checkpoint
 Tasks = dict[asyncio.Task[None], Service]

@@ -150,8 +150,9 @@ def _job_of(stage: str, connections: Connections) -> RLHFJob:
     from rlhfspec.messages.loop import workers_of
 
     job = connections.job()
-    if stage not in workers_of(job):
-        raise InvalidRequest("stage", stage, f"this job runs {', '.join(workers_of(job))}")
+    workers = workers_of(job, is_served=connections.serve_port is not None)
+    if stage not in workers:
+        raise InvalidRequest("stage", stage, f"this job runs {', '.join(workers)}")
     return job
 
 

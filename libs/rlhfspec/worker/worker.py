@@ -19,15 +19,15 @@ from rlhfspec.common.awake_clock import AwakeClock
 from rlhfspec.errors import InvalidRequest, TransportUnavailable
 from rlhfspec.job import RLHFJob
 from rlhfspec.messages.access.connecting import connect
-from rlhfspec.messages.access.connections import Connections
+from rlhfspec.messages.access.connections import Connections, client_token_file
 from rlhfspec.messages.access.rights import GUESTS
-from rlhfspec.messages.loop import workers_of
+from rlhfspec.messages.loop import GATEWAY, deadline_of, workers_of
 from rlhfspec.messages.records import WorkerInfo
 from rlhfspec.messages.transport.clock import Clock
 from rlhfspec.messages.transport.nats import NatsTransport
 from rlhfspec.stage.base import Service
 from rlhfspec.stage.bus import Bus
-from rlhfspec.stage.context import Context, GeneratorContext, Run, TrainerContext
+from rlhfspec.stage.context import Context, GatewayContext, GeneratorContext, Run, TrainerContext
 from rlhfspec.stage.guest import HostedScoring, HostedVitals
 from rlhfspec.stage.pace import Heartbeats
 from rlhfspec.stage.supervisor import GRACE_SECONDS, Supervisor
@@ -108,7 +108,11 @@ class StageWorker:
                 common["weights"] = self._receiving(weights, health, took, at_end)
                 endpoint = self._move_endpoint(at_end)
                 guest = guest_of(self._job, context, connect)
-                context = GeneratorContext(**common, move_endpoint=endpoint, hosted_scoring=guest)
+                context = GeneratorContext(
+                    **common, move_endpoint=endpoint, hosted_scoring=guest, is_called=connections.serve_port is not None
+                )
+            elif stage == GATEWAY.name:
+                context = self._gateway_context(common, at_end)
             service = await self._built(bus, context, say)
             await bus.publish(self._info(service, health, context))
             health.ready()
@@ -145,7 +149,7 @@ class StageWorker:
             self._connections, stage, name=f"{stage}-{worker}", clock=clock, patience_seconds=OPENING_SECONDS
         )
         self._transports.append(transport)
-        workers = workers_of(self._job)
+        workers = workers_of(self._job, is_served=self._connections.serve_port is not None)
         workers[stage] = max(workers[stage], worker + 1)
         bus = Bus(transport, self._job.metadata.name, uid=self._connections.uid, workers=workers, clock=clock)
         bus.watcher = watcher
@@ -175,6 +179,18 @@ class StageWorker:
         )  # fmt: skip
         at_end.callback(endpoint.close)
         return endpoint
+
+    def _gateway_context(self, common: dict[str, Any], at_end: ExitStack) -> GatewayContext:
+        from rlhfspec.worker.ends import calling
+
+        port, credentials = self._connections.serve_port, self._connections.credentials
+        assert port is not None, "process.py asks for it"
+        if credentials is None:
+            raise InvalidRequest("credentials", None, "the gateway needs certificates")
+        control = calling(credentials, self._connections.worker_host)
+        at_end.callback(control.close)
+        token = client_token_file(credentials).read_text()
+        return GatewayContext(**common, control=control, port=port, token=token)
 
     def _group_sender(self, health: Health, leaving: AsyncExitStack) -> GroupSender | None:
         if self._stage != "trainer" or self._job.spec.roles.generator.weights == "store":
@@ -206,7 +222,7 @@ class StageWorker:
     async def _built(self, bus: Bus, context: Context, say: _Saying) -> Service:
         """Build the service in a thread, and meanwhile send heartbeats about the loading."""
         vitals = Vitals(context.vitals.clock, note=context.vitals.note)
-        deadline = getattr(self._job.spec.roles, self._stage).deadline_seconds
+        deadline = deadline_of(self._job, self._stage)
         beating = asyncio.create_task(Heartbeats(bus, vitals).run())
         thread = ComputeThread("build")
         build = import_module(f"rlhfspec.{self._stage}.build").build

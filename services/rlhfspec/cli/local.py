@@ -40,8 +40,6 @@ from rlhfspec.training.weights.base import StorePlace, WeightStore
 from rlhfspec.worker.ends import MoveEndpoint
 from rlhfspec.worker.worker import incarnation_of
 
-_SERVED_AT = "127.0.0.1"
-
 
 class LocalRun(JobRun):
     def __init__(self, job: RLHFJob, base_folder: Path, folder: RunFolder, view: View) -> None:
@@ -77,18 +75,16 @@ class LocalRun(JobRun):
                 self._leaving.callback(service.close)
         self._check_columns()
         if self.serve_port is not None:
-            self._services.append(self._gateway(self.serve_port))
+            self._services.append(gateway := self._gateway(self.serve_port))
+            self._leaving.callback(gateway.close)
 
     def _gateway(self, port: int) -> Service:
-        try:
-            from rlhfspec.door.server import PolicyDoor
-            from rlhfspec.gateway.service import GatewayService
-        except ModuleNotFoundError as error:
-            problem = "needs a package that is not installed: pip install 'rlhfspec[run,serve]'"
-            raise InvalidRequest("--serve", error.name, problem) from None
+        from rlhfspec.door.server import PolicyDoor
+        from rlhfspec.gateway.service import LocalGateway
+
         calls = next(service for service in self._services if isinstance(service, GeneratorService)).for_clients()
         door = PolicyDoor(calls, load_tokenizer(self._job.spec.model), name=self._job.metadata.name)
-        return GatewayService(self._vitals, door, _SERVED_AT, port, self.say)
+        return LocalGateway(self._vitals, door, port, self.say)
 
     def _move_endpoint(self, worker: int) -> MoveEndpoint:
         info = WorkerInfo(

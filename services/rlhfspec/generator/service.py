@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from rlhfspec.engine.base import Completion, EngineProtocol
-from rlhfspec.errors import InvalidRequest
+from rlhfspec.engine.base import Completion, EngineProtocol, SequenceView
 from rlhfspec.generator.learnt import LearntSharing
 from rlhfspec.generator.load import LoadMeter
 from rlhfspec.generator.moving import OwnMoves, PromptCustody, assert_empty
@@ -30,7 +29,6 @@ log = logging.getLogger("rlhfspec.stage")
 BURST_SECONDS = 0.05  # longest run of engine steps without a look at arrivals; a finished sample ends it sooner
 ON_THE_WAY_SECONDS = 0.05
 _REPORT_SECONDS = 0.5
-_MOST_KEPT = 64  # conversations of clients whose KV stays while it is not needed
 _R = TypeVar("_R", bound=Record)
 
 
@@ -54,7 +52,7 @@ class GeneratorService(Service):
         self._meter = LoadMeter(
             job.metadata.name, name, engine, worker=self.worker,
             incarnation=context.move_endpoint.incarnation if context.move_endpoint else "",
-            sequences=self._movable.sequences if self._movable else tuple,
+            sequences=self._samples,
         )  # fmt: skip
         self._clients: ClientCalls | None = None
         self._learnt: LearntSharing | None = None
@@ -69,19 +67,18 @@ class GeneratorService(Service):
 
     def for_clients(self) -> ClientCalls:
         """Return the calls of clients into this generator, which get rows before samples do."""
-        from rlhfspec.door.calls import ClientCalls
+        from rlhfspec.door.calls import MOST_CONVERSATIONS, ClientCalls
         from rlhfspec.engine.core import Engine
 
-        if not isinstance(self._engine, Engine) or self._context.move_endpoint is not None:
-            problem = "needs generation.engine: own and roles.generator.workers: 1"
-            raise InvalidRequest("--serve", self._meter.name, problem)
-        self._clients = ClientCalls(self._engine, self._calls, most_kept=_MOST_KEPT)
+        assert isinstance(self._engine, Engine), "the command line refuses other engines"
+        self._clients = ClientCalls(self._engine, self._calls, most_kept=MOST_CONVERSATIONS)
         return self._clients
 
     async def run(self) -> None:
         state, learnt = self.state, self._learnt
         async with await self._bus.subscribe(Prompt) as prompts:
             self._moves = self._moves_by(prompts)
+            self._serve_the_gateway()
             state.look_for_room(self._engine.stats())
             if learnt is not None:
                 with self.vitals.working("loading the saved drafter", deadline_seconds=self._deadline):
@@ -259,6 +256,19 @@ class GeneratorService(Service):
         custody, link = PromptCustody(self.state, prompts, self._meter), self._job.spec.roles.generator.link
         mover = endpoint.mover(self._movable, self._calls, custody, self._bus.clock, name=self._meter.name, link=link)
         return OwnMoves(self._bus, mover, self.state.news, job=self._job.metadata.name)
+
+    def _serve_the_gateway(self) -> None:
+        endpoint = self._context.move_endpoint
+        if self._context.is_called and endpoint is not None and endpoint.serve_caller is not None:
+            from rlhfspec.door.control import CallServer
+
+            endpoint.serve_caller(CallServer(self.for_clients()).answer)
+
+    def _samples(self) -> tuple[SequenceView, ...]:
+        """Return the samples that may move; clients' sequences stay."""
+        if self._movable is None:
+            return ()
+        return tuple(each for each in self._movable.sequences() if each.id in self.state.running)
 
     @property
     def _moving(self) -> frozenset[str]:

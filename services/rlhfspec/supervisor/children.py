@@ -236,7 +236,7 @@ class Children(Service):
             return
         known = self.known.run.workers[stage, worker]
         silence = self.known.clock.now() - known.spoke_at
-        deadline = getattr(self._job.spec.roles, stage).deadline_seconds
+        deadline = loop.deadline_of(self._job, stage)
         if child.is_held() != known.is_held:
             self.known.tell(HeldNews(stage=stage, worker=worker, is_held=child.is_held()))
         elif not known.is_held and (state := known.state) is not None and is_overdue(state, _OVERDUE_SECONDS):

@@ -10,7 +10,9 @@ from rlhfspec.supervisor.gpus import Dealt
 from rlhfspec.supervisor.place import ProcessPlace
 
 
-def make_children(job: RLHFJob, place: ProcessPlace, gpus: Dealt, starter: Starter) -> list[Child]:
+def make_children(
+    job: RLHFJob, place: ProcessPlace, gpus: Dealt, starter: Starter, *, is_served: bool = False
+) -> list[Child]:
     return [
         Child(
             stage,
@@ -20,7 +22,7 @@ def make_children(job: RLHFJob, place: ProcessPlace, gpus: Dealt, starter: Start
             log=place.logs / f"{stage}-{worker}.jsonl",
             activity=place.activity / f"{stage}-{worker}",
         )
-        for stage, count in workers_of(job).items()
+        for stage, count in workers_of(job, is_served=is_served).items()
         for worker in range(count)
     ]
 

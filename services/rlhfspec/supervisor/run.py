@@ -40,12 +40,13 @@ from rlhfspec.supervisor.children import Children
 from rlhfspec.supervisor.commands import make_children
 from rlhfspec.supervisor.gpus import Dealt, deal
 from rlhfspec.supervisor.job_run import JobRun, Models, Say
-from rlhfspec.supervisor.launcher import Launcher
+from rlhfspec.supervisor.launcher import STAGES_NEED, Launcher
 from rlhfspec.supervisor.place import ProcessPlace
 from rlhfspec.supervisor.server_watch import ServerWatch
 from rlhfspec.supervisor.servers import start_servers, write_connections
 from rlhfspec.telemetry.meters import Meters
 from rlhfspec.telemetry.prometheus import served
+from rlhfspec.worker.health import LOOPBACK
 
 _DATASET_SECONDS = 5.0  # for the dataset's info to arrive
 
@@ -60,9 +61,12 @@ class ProcessRun(JobRun):
         self._is_complete = False
         self._processes: Children | None = None
         self._failure: StageError | None = None
+        self._client_token = ""
 
     def build(self, say: Say) -> None:
         self._say = say
+        if self.serve_port is not None:
+            self._prepare_to_serve(self.serve_port)
         gpus = deal(self._job, visible(os.environ))
         try:
             self._leaving.callback(self._remove_all)
@@ -70,6 +74,15 @@ class ProcessRun(JobRun):
             self.runner.run(self._start(gpus))
         except StageError as error:  # the run has begun, as some workers may have trained already
             self._failure = error
+
+    def _prepare_to_serve(self, port: int) -> None:
+        """Choose port and token of the gateway, which are the same after its restart."""
+        from rlhfspec.common.web import listen
+        from rlhfspec.door.server import client_token
+
+        with listen(LOOPBACK, port, option="--serve") as free:
+            self.serve_port = free.getsockname()[1]
+        self._client_token = client_token()
 
     async def _start(self, gpus: Dealt) -> None:
         weights_folder = self._weights_folder()
@@ -83,6 +96,8 @@ class ProcessRun(JobRun):
             base_folder=self._base_folder,
             weights_folder=weights_folder,
             supervisor_address=self._closing.enter_context(served(meters.metrics)),
+            serve_port=self.serve_port,
+            client_token=self._client_token,
         )
         launcher = self._make_launcher()
         await launcher.begin()  # imports while the broker is connected
@@ -91,7 +106,7 @@ class ProcessRun(JobRun):
             self._vitals, servers, self._place.guardians, launcher, self._job.spec.failure_policy, self.say, until=gone
         )
         await _while_running(self._server_watch, self._connect(connections))
-        children = make_children(self._job, self._place, gpus, launcher)
+        children = make_children(self._job, self._place, gpus, launcher, is_served=self.serve_port is not None)
         self._processes = Children(
             self._bus,
             self._vitals,
@@ -121,7 +136,8 @@ class ProcessRun(JobRun):
     def _make_launcher(self) -> Launcher:
         inherited = {name: value for name, value in os.environ.items() if name not in ranks.VARIABLES}
         environment = inherited | {MARK: self._place.uid}
-        launcher = Launcher(environment, self._place.logs / "launcher.log", self.folder.lock)
+        modules = STAGES_NEED if self.serve_port is None else (*STAGES_NEED, "rlhfspec.gateway.service")
+        launcher = Launcher(environment, self._place.logs / "launcher.log", self.folder.lock, modules)
         self._closing.push_async_callback(launcher.close)
         return launcher
 
@@ -136,7 +152,7 @@ class ProcessRun(JobRun):
             self._transport,
             self._job.metadata.name,
             uid=self._place.uid,
-            workers=workers_of(self._job) | {"view": 1},
+            workers=workers_of(self._job, is_served=self.serve_port is not None) | {"view": 1},
             clock=self._vitals.clock,
         )
         self._watch = WatchService(self._vitals, self._bus.of("view"), view=self._view, known=self._known)
@@ -150,6 +166,11 @@ class ProcessRun(JobRun):
             models |= {role: asdict(report) for role, report in info.models.items()}
         self.folder.loaded(models)
         self._say = self._view.say
+        if self.serve_port is not None:
+            from rlhfspec.door.server import variables
+
+            for line in variables(LOOPBACK, self.serve_port, self._client_token):
+                self.say(line)
 
     async def stages(self) -> None:
         if self._failure is not None:

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rlhfspec.job import RLHFJob
-from rlhfspec.messages.access.connections import Connections
+from rlhfspec.messages.access.connections import Connections, client_token_file
 from rlhfspec.messages.access.rights import BUS_ROLES, rights_of
 from rlhfspec.messages.servers.credentials.certificates import ServerTls, create_credentials
 from rlhfspec.messages.servers.nats import NatsServer, User
@@ -41,7 +41,11 @@ def write_connections(
     base_folder: Path,
     weights_folder: Path,
     supervisor_address: str,
+    serve_port: int | None = None,
+    client_token: str = "",
 ) -> Connections:
+    if serve_port is not None:
+        write_secret(client_token_file(place.credentials), client_token.encode())
     write_secret(place.job_file, job.model_dump_json(by_alias=True).encode())
     nats, redis = servers
     connections = Connections(
@@ -55,6 +59,7 @@ def write_connections(
         weights_folder=weights_folder,
         activity_folder=place.activity,
         supervisor_address=supervisor_address,
+        serve_port=serve_port,
     )
     write_secret(place.connections_file, connections.model_dump_json(indent=2).encode())
     return connections

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from rlhfspec.common.awake_clock import AwakeClock
-from rlhfspec.messages.loop import STAGES
+from rlhfspec.messages.loop import SUPERVISED
 
 WORDS = [
-    *(f"rlhfspec.{stage.name}.build" for stage in STAGES),
+    *(f"rlhfspec.{stage.name}.build" for stage in SUPERVISED), "rlhfspec.gateway.service",
     *(f"rlhfspec.stage.{name}" for name in ("bus", "context", "supervisor")),
     "rlhfspec.messages.wire.codec", "rlhfspec.messages.transport.memory", "rlhfspec.engine", "rlhfspec.cli.main",
     "rlhfspec.bench.commands.models",

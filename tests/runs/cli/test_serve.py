@@ -80,12 +80,13 @@ def test_a_run_is_served_until_ctrl_c(job_file: Path, start: Start) -> None:
     assert (job_file.parent / "run" / "export" / "config.json").exists()
 
 
-def test_chats_while_a_policy_trains_change_no_sample(job_file: Path, start: Start) -> None:
+@pytest.mark.parametrize("way", [(), ("--processes", "--set", "roles.generator.workers=2")], ids=["one", "processes"])
+def test_chats_while_a_policy_trains_change_no_sample(way: tuple[str, ...], job_file: Path, start: Start) -> None:
     """They take rows from samples, and follow the weights."""
     hold, steps = hold_rewards(job_file, "0 served"), ("training.steps=6", "generation.maxSequences=2")
     whole = train(job_file, "alone", OFF, *steps)
     sets = [word for each in (OFF, *steps) for word in ("--set", each)]
-    run = start("run", str(job_file), *sets, "--out", str(job_file.parent / "served"), "--serve", "0")
+    run = start("run", str(job_file), *way, *sets, "--out", str(job_file.parent / "served"), "--serve", "0")
     found = told(run)
     client = OpenAI(base_url=found["OPENAI_BASE_URL"], api_key=found["OPENAI_API_KEY"], max_retries=0)
     seen: list[Any] = []
@@ -117,11 +118,11 @@ def test_chats_while_a_policy_trains_change_no_sample(job_file: Path, start: Sta
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        (["--processes"], "--serve: is not possible with --processes yet"),
         (
             ["--set", "roles.generator.workers=2"],
             "--serve: needs generation.engine: own and roles.generator.workers: 1",
         ),
+        (["--processes", "--set", "generation.engine.name=vllm"], "--serve: needs generation.engine: own"),
     ],
 )
 def test_a_run_that_cannot_be_served_is_refused(option: list[str], said: str, job_file: Path) -> None:
@@ -143,7 +144,10 @@ def test_wrong_arguments_are_refused_in_one_line(change: list[str], said: str, m
     assert "Traceback" not in result.output
 
 
-def test_a_port_in_use_is_refused_in_one_line(models: Path) -> None:
+def test_a_port_in_use_is_refused_in_one_line(models: Path, job_file: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        result = command(["serve", str(models / "policy"), "--port", str(taken.getsockname()[1])], 2)
-    assert "--port: cannot listen on this port: " in result.output
+        port = str(taken.getsockname()[1])
+        result = command(["serve", str(models / "policy"), "--port", port], 2)
+        assert "--port: cannot listen on this port: " in result.output
+        result = command(["run", str(job_file), "--set", OFF, "--processes", "--serve", port], 2)
+        assert "--serve: cannot listen on this port: " in result.output

@@ -14,6 +14,8 @@ from aiohttp.test_utils import TestClient, TestServer
 from askers import asking
 from chats import TOKEN, chat_engine, chat_tokenizer
 from coroutines import until
+from small_job import a_job
+from stages import Stages, ends
 
 from rlhfspec.door import control as control_module, generators as generators_module
 from rlhfspec.door.calls import EngineThread, Gained
@@ -22,7 +24,7 @@ from rlhfspec.door.generators import GeneratorCalls, NoGenerator
 from rlhfspec.door.server import PolicyDoor
 from rlhfspec.engine import Completion, Engine, Request, SamplingParams
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.messages.records import WorkerInfo
+from rlhfspec.messages.records import Load, WorkerInfo
 from rlhfspec.messages.servers.credentials.certificates import create_credentials, server_tls
 from rlhfspec.moves.migration import messages
 from rlhfspec.moves.migration.base import NoReply, Peer
@@ -354,3 +356,23 @@ async def test_the_door_answers_503_without_generators(credentials: Path) -> Non
             refused = await client.post("/v1/completions", json=body, headers=headers)
             assert refused.status == 503
             assert "no generator answers" in (await refused.json())["error"]["message"]
+
+
+# ---- beside samples -------------------------------------------------------------------------------------------------
+
+
+async def test_the_rebalancer_sees_no_sequence_of_a_client() -> None:
+    """So it moves none."""
+    stages = await Stages.open(a_job(roles={"generator": {"workers": 2}}), generator=2, rebalancer=1)
+    loads = await stages.bus.of("rebalancer").subscribe(Load)
+    engine = chat_engine()
+    slow_down(engine, 0.02)
+    service = stages.generator(0, engine)
+    calls = service.for_clients()
+    task = asyncio.create_task(service.run())
+    request = asked(max_tokens=40)
+    assert same([gained async for gained in calls.tokens(request)], alone(request))
+    told = [delivery.record for delivery in await loads.pull(max_records=100, timeout_seconds=0.0)]
+    assert any(load.num_running for load in told)
+    assert all(load.sample_ids == () for load in told)
+    await ends(task, service)

@@ -47,6 +47,7 @@ class Connections(BaseModel):
     grpc_port: int = Field(0, ge=0, lt=1 << 16)
     moves_port: int = Field(0, ge=0, lt=1 << 16)
     link_port: int = Field(0, ge=0, lt=1 << 16)
+    serve_port: int | None = Field(None, ge=0, lt=1 << 16)  # of the gateway, on this machine alone; None: there is none
     worker_host: str | None = None
     folder_is_kept_by: Literal["supervisor", "trainer"] = "supervisor"  # holds the folder's lock and records the end
     report_url: str | None = None  # where `control` reports the state of the run
@@ -65,6 +66,11 @@ class Connections(BaseModel):
 
     def job(self) -> RLHFJob:
         return _parsed(RLHFJob, self.job_file, "job_file", "is not a resolved job")
+
+
+def client_token_file(credentials: Path) -> Path:
+    """Return the file with the token of the gateway's clients."""
+    return credentials / "serve.token"
 
 
 _M = TypeVar("_M", bound=BaseModel)

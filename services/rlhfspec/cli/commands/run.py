@@ -5,6 +5,7 @@ import os
 import shlex
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -56,10 +57,10 @@ def run(
     console = wide_console()
     with exit_on_problems(), on_signals(lambda: leave_at_once("stopped")):  # the stages install their own handlers
         checked = read_job(job, overrides or [])
+        if serve is not None:
+            _refuse_to_serve(checked, serve, processes=processes)
         check_engine(checked)
         told = rank_told(os.environ)
-        if processes and serve is not None:
-            raise InvalidRequest("--serve", serve, "is not possible with --processes yet")
         if processes and told.num_ranks > 1:
             problem = "starts the trainer's ranks itself (roles.trainer.ranksPerNode); do not use torchrun"
             raise InvalidRequest("--processes", f"WORLD_SIZE={told.num_ranks}", problem)
@@ -72,6 +73,18 @@ def run(
         outcome = _run(checked, _Command(job, overrides or [], folder, resume, processes, serve), console)
     if outcome != "completed":
         raise typer.Exit(STOPPED if outcome == "stopped" else FAILED)
+
+
+def _refuse_to_serve(job: RLHFJob, port: int, *, processes: bool) -> None:
+    try:
+        import_module("rlhfspec.door.server")  # with the packages of the extra `serve`
+    except ModuleNotFoundError as error:
+        problem = "needs a package that is not installed: pip install 'rlhfspec[run,serve]'"
+        raise InvalidRequest("--serve", error.name, problem) from None
+    are_several = job.spec.roles.generator.workers > 1 and not processes
+    if job.spec.generation.engine.name != "own" or are_several:
+        problem = "needs generation.engine: own and roles.generator.workers: 1; several generators need --processes"
+        raise InvalidRequest("--serve", port, problem)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +145,7 @@ def _begin(folder: RunFolder, job: RLHFJob, command: _Command, view: View) -> No
     from rlhfspec.messages.loop import workers_of
     from rlhfspec.messages.servers.scratch import end_run_in
 
-    processes = workers_of(job) if command.processes else {}
+    processes = workers_of(job, is_served=command.serve is not None) if command.processes else {}
     if folder.begin(job, resume=command.resume, processes=processes):
         view.say("manifest.json could not be read and was replaced by a new one")
     end_run_in(folder.processes)
