@@ -2,11 +2,13 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from aiohttp.test_utils import TestServer
 from openai import AsyncOpenAI
+from runs import train
 from transformers import MistralForCausalLM
 
 from rlhfspec.door.calls import EngineThread
@@ -14,6 +16,7 @@ from rlhfspec.door.server import PolicyDoor
 from rlhfspec.door.tools import ToolCalls
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import Engine, make_engine
+from rlhfspec.runs.folder.run_folder import RunFolder
 from rlhfspec.tiny import random_model
 from rlhfspec.tiny.random_models import CONFIGS
 from rlhfspec.tiny.tokenizer import EOS, VOCAB_SIZE, hugging_face_tokenizer
@@ -83,13 +86,24 @@ def windowed_model(tokenizer: Any) -> Any:
     return MistralForCausalLM(config)
 
 
+def run_that_chats(job_file: Path) -> Path:
+    """Return the folder of a run of one step, whose tokenizer has a chat template."""
+    for name in ("policy", "drafter"):
+        chat_tokenizer().save_pretrained(Path(job_file.parent, name))
+        random_model("llama", seed=0, vocab_size=VOCAB_SIZE).save_pretrained(Path(job_file.parent, name))
+    train(job_file, "run", f"model.path={job_file.parent / 'policy'}", "training.steps=1")
+    return job_file.parent / "run"
+
+
 class Served:
     """PolicyDoor over a random model, with a client."""
 
-    def __init__(self, engine: Engine, most_kept: int, tools: ToolCalls | None) -> None:
+    def __init__(self, engine: Engine, most_kept: int, tools: ToolCalls | None, run: RunFolder | None) -> None:
         self.engine = engine
         self.thread = EngineThread(engine, most_kept=most_kept)
-        self.door = PolicyDoor(self.thread.calls, engine.state.tokenizer, name="tiny", token=TOKEN, tools=tools)
+        self.door = PolicyDoor(
+            self.thread.calls, engine.state.tokenizer, name="tiny", token=TOKEN, tools=tools, run=run
+        )
         self.server = TestServer(self.door.app(), handler_cancellation=True)
 
     @property
@@ -101,9 +115,9 @@ class Served:
 
 @asynccontextmanager
 async def serving(
-    engine: Engine | None = None, *, most_kept: int = 8, tools: ToolCalls | None = None
+    engine: Engine | None = None, *, most_kept: int = 8, tools: ToolCalls | None = None, run: RunFolder | None = None
 ) -> AsyncIterator[Served]:
-    served = Served(engine or chat_engine(), most_kept, tools)
+    served = Served(engine or chat_engine(), most_kept, tools, run)
     await served.server.start_server()
     try:
         async with AsyncOpenAI(base_url=f"{served.url}/v1", api_key=TOKEN, max_retries=0) as served.client:

@@ -28,11 +28,13 @@ from rlhfspec.door.bodies import (
 )
 from rlhfspec.door.calls import PolicyCalls
 from rlhfspec.door.conversations import ChatPrompt, Conversations
+from rlhfspec.door.feedback import Feedback, Vote
 from rlhfspec.door.tools import ToolCalls
 from rlhfspec.door.words import Words
 from rlhfspec.engine.base import Request
 from rlhfspec.engine.scheduling.text import cut_at_stop
 from rlhfspec.errors import InvalidRequest, RLHFSpecError
+from rlhfspec.runs.folder.run_folder import RunFolder
 from rlhfspec.stage.threads import ComputeThread
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -49,14 +51,19 @@ class PolicyDoor:
     """Application that answers OpenAI clients. The caller serves `app()`."""
 
     def __init__(
-        self, engine: PolicyCalls, tokenizer: Any, *, name: str, token: str = "", tools: ToolCalls | None = None
-    ) -> None:
-        """Create the application. `token`: that of clients, by default `client_token()`."""
+        self, engine: PolicyCalls, tokenizer: Any, *, name: str, token: str = "", tools: ToolCalls | None = None,
+        run: RunFolder | None = None,
+    ) -> None:  # fmt: skip
+        """Create the application. `token`: that of clients, by default `client_token()`.
+
+        `run`: the folder that keeps the votes of people.
+        """
         self.token = token or client_token()
         self._engine = engine
         self._tokenizer = tokenizer
         self._name = name
         self._tools = tools
+        self._feedback = None if run is None else Feedback(run, name)
         self.conversations = Conversations(tokenizer, engine.eos_token_ids)
         self.num_open = 0
         self._preparing = ComputeThread("prompts")  # renders and encodes text, which takes seconds if it is long
@@ -72,6 +79,7 @@ class PolicyDoor:
                 web.post("/v1/completions", self._complete),
                 web.post("/inference/v1/generate", self._generate),
                 web.post("/tokenize", self._tokenize),
+                web.post("/feedback", self._vote),
             ]
         )
         return app
@@ -120,6 +128,7 @@ class PolicyDoor:
             "root": self._name,
             "max_model_len": self._engine.max_context,
             "weights_version": self._engine.weights_version,
+            "takes_feedback": self._feedback is not None,
         }
         if (name := request.match_info.get("name")) is not None:
             self._refuse_model(name)
@@ -183,6 +192,13 @@ class PolicyDoor:
         most = self._engine.max_context
         return web.json_response({"count": len(token_ids), "max_model_len": most, "tokens": token_ids})
 
+    async def _vote(self, request: web.Request) -> web.Response:
+        if self._feedback is None:
+            raise web.HTTPNotFound(text="feedback is not kept: the server serves no run")
+        vote = read(Vote, await request.read())
+        await self._preparing.in_thread(self._feedback.vote, vote)
+        return web.json_response({"id": vote.id, "vote": vote.vote})
+
     # --- responses -----------------------------------------------------------------------------------------------
 
     def _room(self, prompt: Sequence[int]) -> int:
@@ -222,9 +238,12 @@ class PolicyDoor:
         self, request: web.Request, body: AskingBody, asks: list[_Ask], prompt: ChatPrompt | None = None
     ) -> web.StreamResponse:
         kind = "cmpl" if prompt is None else "chatcmpl"
-        shape = Shape(body, f"{kind}-{secrets.token_hex(12)}", body.model, self._decode)
+        name = f"{kind}-{secrets.token_hex(12)}"
+        shape = Shape(body, name, body.model, self._decode)
         if not body.stream:
-            return web.json_response(shape.whole(await self._whole(asks, prompt)))
+            wholes = await self._whole(asks)
+            self._remember(name, body, asks, prompt, wholes)
+            return web.json_response(shape.whole(wholes))
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
         await stream.prepare(request)
         wholes = [ask.response for ask in asks]
@@ -241,28 +260,32 @@ class PolicyDoor:
         except RLHFSpecError as error:  # too late for a status
             await _send(stream, problem(str(error), kind="server_error"))
             return stream
-        self._remember(prompt, wholes)
+        self._remember(name, body, asks, prompt, wholes)
         if body.stream_options is not None and body.stream_options.include_usage:
             await _send(stream, shape.last(wholes))
         await stream.write(b"data: [DONE]\n\n")
         return stream
 
-    async def _whole(self, asks: list[_Ask], prompt: ChatPrompt | None = None) -> list[Response]:
+    async def _whole(self, asks: list[_Ask]) -> list[Response]:
         wholes = [ask.response for ask in asks]
         async with aclosing(self._pieces(asks)) as pieces:
             async for piece in pieces:
                 if piece is not None:
                     wholes[piece.index].add(piece)
-        self._remember(prompt, wholes)
         return wholes
 
-    def _remember(self, prompt: ChatPrompt | None, wholes: list[Response]) -> None:
-        if prompt is None:
+    def _remember(
+        self, name: str, body: AskingBody, asks: list[_Ask], prompt: ChatPrompt | None, wholes: list[Response]
+    ) -> None:
+        if prompt is None or not isinstance(body, ChatBody):
             return
         for each in wholes:
             answer = ChatMessage.model_validate(each.message).for_template()
             is_ended = each.token_ids[-1] in self._engine.eos_token_ids
             self.conversations.answered(prompt, answer, each.token_ids, is_ended=is_ended)
+        if self._feedback is not None and len(wholes) == 1:
+            messages = [message.for_template() for message in body.messages]
+            self._feedback.remember(name, messages, asks[0].request.params, wholes[0])
 
     async def _pieces(self, asks: list[_Ask]) -> AsyncGenerator[Response | None, None]:
         """Yield what the responses gain, in order of time; None after a silence. Closing it cancels them."""

@@ -9,14 +9,21 @@ from typing import Any
 from rlhfspec.errors import InvalidRequest
 
 
+def check_parser(name: str) -> None:
+    """Raise InvalidRequest if there is no parser of this name."""
+    from renderers.parsers import TOOL_PARSERS
+
+    if name not in TOOL_PARSERS:
+        raise InvalidRequest("--tool-parser", name, f"must be among {', '.join(TOOL_PARSERS)}")
+
+
 class ToolCalls:
     """Reader of one format of tool calls, by a parser of the package `renderers`."""
 
     def __init__(self, name: str, tokenizer: Any) -> None:
-        from renderers.parsers import TOOL_PARSERS, get_tool_parser
+        from renderers.parsers import get_tool_parser
 
-        if name not in TOOL_PARSERS:
-            raise InvalidRequest("--tool-parser", name, f"must be among {', '.join(TOOL_PARSERS)}")
+        check_parser(name)
         self._tokenizer = tokenizer
         self._parser = get_tool_parser(name, tokenizer)
 

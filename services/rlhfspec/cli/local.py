@@ -83,7 +83,8 @@ class LocalRun(JobRun):
         from rlhfspec.gateway.service import LocalGateway
 
         calls = next(service for service in self._services if isinstance(service, GeneratorService)).for_clients()
-        door = PolicyDoor(calls, load_tokenizer(self._job.spec.model), name=self._job.metadata.name)
+        tokenizer = load_tokenizer(self._job.spec.model)
+        door = PolicyDoor(calls, tokenizer, name=self._job.metadata.name, run=self.folder)
         return LocalGateway(self._vitals, door, port, self.say)
 
     def _move_endpoint(self, worker: int) -> MoveEndpoint:

@@ -10,6 +10,7 @@ import typer
 
 from rlhfspec.cli.beside import WithCommandsBeside
 from rlhfspec.cli.commands import (
+    chat,
     compare,
     dashboard,
     drafter,
@@ -41,6 +42,7 @@ app.command()(run.run)
 app.command()(compare.compare)
 app.command()(export.export)
 app.command()(serve.serve)
+app.command()(chat.chat)
 app.command()(top.top)
 app.command()(dashboard.dashboard)
 app.command()(trace.trace)

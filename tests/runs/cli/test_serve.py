@@ -13,13 +13,10 @@ from typing import Any
 
 import pytest
 import warmed
-from chats import chat_tokenizer
+from chats import run_that_chats
 from openai import APIError, OpenAI
 from runs import command, curve_of, samples_of, train
 from started import OFF, eventually, hold_rewards
-
-from rlhfspec.tiny import random_model
-from rlhfspec.tiny.tokenizer import VOCAB_SIZE
 
 TALK = [{"role": "user", "content": "2+2="}]
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -58,11 +55,7 @@ def told(server: "subprocess.Popen[str]") -> dict[str, str]:
 
 def test_a_run_is_served_until_ctrl_c(job_file: Path, start: Start) -> None:
     """The chat template comes from the run's tokenizer; the policy is exported on the way."""
-    for name in ("policy", "drafter"):
-        chat_tokenizer().save_pretrained(Path(job_file.parent, name))
-        random_model("llama", seed=0, vocab_size=VOCAB_SIZE).save_pretrained(Path(job_file.parent, name))
-    train(job_file, "run", OFF, f"model.path={job_file.parent / 'policy'}", "training.steps=1")
-    server = start("serve", str(job_file.parent / "run"), "--port", "0", token="mine")
+    server = start("serve", str(run_that_chats(job_file)), "--port", "0", token="mine")
     found = told(server)
     assert found["OPENAI_API_KEY"] == "mine"
     client = OpenAI(base_url=found["OPENAI_BASE_URL"], api_key="mine", max_retries=0)
@@ -71,6 +64,7 @@ def test_a_run_is_served_until_ctrl_c(job_file: Path, start: Start) -> None:
     asked = {"model": "policy", "messages": TALK, "max_tokens": 8}
     answer = client.chat.completions.create(**asked)  # type: ignore[call-overload]
     seed = answer.choices[0].model_dump()["seed"]
+    assert set(answer.choices[0].model_dump()["weights_versions"]) == {1}
     again = client.chat.completions.create(**asked, seed=seed)  # type: ignore[call-overload]
     assert again.choices[0].message == answer.choices[0].message
     endless = client.chat.completions.create(**asked, stream=True, extra_body={"ignore_eos": True})  # type: ignore[call-overload]
@@ -101,6 +95,7 @@ def test_chats_while_a_policy_trains_change_no_sample(way: tuple[str, ...], job_
     for each in chats:
         each.start()
     eventually(lambda: len(seen) > 6, "chats are answered while the rewards are held")
+    assert client.models.list().data[0].model_dump()["takes_feedback"]
     hold.unlink()
     output = run.communicate(timeout=120)[0]
     for each in chats:
@@ -142,6 +137,11 @@ def test_wrong_arguments_are_refused_in_one_line(change: list[str], said: str, m
     result = command(["serve", *folder, *change], 2)
     assert len([line for line in result.output.splitlines() if said in line]) == 1
     assert "Traceback" not in result.output
+
+
+def test_a_wrong_tool_parser_is_refused_before_a_model_is_loaded() -> None:
+    result = command(["serve", "nowhere", "--tool-parser", "hermes"], 2)
+    assert "--tool-parser: must be among qwen3" in result.output
 
 
 def test_a_port_in_use_is_refused_in_one_line(models: Path, job_file: Path) -> None:

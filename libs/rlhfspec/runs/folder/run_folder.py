@@ -66,6 +66,7 @@ class RunFolder:
         self.samples_file = self.path / "samples.jsonl"
         self.evaluations_file = self.path / "evaluations.jsonl"
         self.evaluation_samples_file = self.path / "evaluation_samples.jsonl"
+        self.feedback_file = self.path / "feedback.jsonl"  # votes on answers of the policy
         self.manifest_file = self.path / "manifest.json"
         self.summary_file = self.path / "summary.md"
         self.checkpoints = self.path / "checkpoints"
@@ -180,6 +181,10 @@ class RunFolder:
         assert not there or evaluation.step > there[-1].step, f"after step {there[-1].step} there was an evaluation"
         _append(self.evaluation_samples_file, sample_lines(samples, rewards or {}))
         _append(self.evaluations_file, evaluation.to_line())
+
+    def append_feedback(self, line: str) -> None:
+        """Append a vote. Processes that do not hold the folder's lock may do so too."""
+        _append(self.feedback_file, line)
 
     def write_summary(self, markdown: str) -> None:
         _write(self.summary_file, [markdown.encode()])
