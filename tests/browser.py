@@ -17,6 +17,20 @@ FLAGS = (
     "--disable-background-timer-throttling", "--disable-renderer-backgrounding", "--hide-scrollbars",
 )  # fmt: skip
 SECONDS = 60.0
+# The least contrast of a text's color and what it stands on, by WCAG's formula.
+CONTRAST = """(() => {
+  const light = (color) => { const [r, g, b] = color.match(/[\\d.]+/g).slice(0, 3)
+    .map((each) => each / 255).map((each) => each <= .03928 ? each / 12.92 : ((each + .055) / 1.055) ** 2.4);
+    return .2126 * r + .7152 * g + .0722 * b; };
+  const back = (element) => getComputedStyle(element).backgroundColor;
+  const under = (element) => element === null ? "rgb(255, 255, 255)"
+    : back(element).endsWith(", 0)") ? under(element.parentElement) : back(element);
+  const ratios = [...document.querySelectorAll("main *, header *, form *")]
+    .filter((each) => [...each.childNodes].some((node) => node.nodeType == 3 && node.textContent.trim()))
+    .map((each) => [light(getComputedStyle(each)[each.closest("svg") ? "fill" : "color"]), light(under(each))])
+    .map(([one, two]) => (Math.max(one, two) + .05) / (Math.min(one, two) + .05));
+  return Math.min(...ratios);
+})()"""
 
 
 class Page:
@@ -102,7 +116,7 @@ class Page:
             raise AssertionError(f"never true: {script}\nthe page shows:\n{shown}\n{self.complaints}") from None
 
     async def press(self, key: str) -> None:
-        codes = {"Tab": 9, "Enter": 13, "ArrowLeft": 37, "ArrowRight": 39, "Home": 36, "End": 35}
+        codes = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowRight": 39, "Home": 36, "End": 35}
         text = {"text": "\r"} if key == "Enter" else {}
         for kind in ("keyDown", "keyUp"):
             more = text if kind == "keyDown" else {}

@@ -29,6 +29,7 @@ from rlhfspec.door.bodies import (
 from rlhfspec.door.calls import PolicyCalls
 from rlhfspec.door.conversations import ChatPrompt, Conversations
 from rlhfspec.door.feedback import Feedback, Vote
+from rlhfspec.door.page import ChatPage, address
 from rlhfspec.door.tools import ToolCalls
 from rlhfspec.door.words import Words
 from rlhfspec.engine.base import Request
@@ -80,6 +81,7 @@ class PolicyDoor:
                 web.post("/inference/v1/generate", self._generate),
                 web.post("/tokenize", self._tokenize),
                 web.post("/feedback", self._vote),
+                *ChatPage().routes(),
             ]
         )
         return app
@@ -102,7 +104,7 @@ class PolicyDoor:
     def _refuse_strangers(self, request: web.Request) -> None:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         is_known = scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode(), self.token.encode())
-        if not is_known and request.path != "/healthz":
+        if not is_known and request.path != "/healthz" and not ChatPage.is_at(request.path):
             raise web.HTTPUnauthorized(text="wrong or missing token: set the header Authorization: Bearer TOKEN")
 
     def _refuse_model(self, name: str) -> None:
@@ -358,9 +360,10 @@ def client_token() -> str:
     return os.environ.get("RLHFSPEC_SERVE_TOKEN") or secrets.token_urlsafe(24)
 
 
-def variables(host: str, port: int, token: str) -> tuple[str, str]:
-    """Return the settings of the environment with which OpenAI's clients find a server."""
-    return f"OPENAI_BASE_URL=http://{host}:{port}/v1", f"OPENAI_API_KEY={token}"
+def variables(host: str, port: int, token: str) -> tuple[str, ...]:
+    """Return the settings of the environment with which OpenAI's clients find a server, and the address of its page."""
+    base = f"http://{host}:{port}/v1"
+    return f"OPENAI_BASE_URL={base}", f"OPENAI_API_KEY={token}", f"chat: {address(host, port, token)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from importlib.resources import files
 from typing import Any
 
 import yaml
 from aiohttp import web
 
+from rlhfspec.common.web import HEADERS, StaticFiles, tagged
 from rlhfspec.dashboard.access import Access, Visitor, What, is_token, token_of
 from rlhfspec.dashboard.jobs.source import JobHead, JobKey, JobSource
 from rlhfspec.dashboard.live.feed import Feeds
@@ -28,24 +27,12 @@ _JOB_LIST_SECONDS = 1.0
 MOST_STREAMS = 500
 MOST_STREAMS_OF_ONE = 20  # per visitor, over all tokens
 OF_LOGS = ("samples", "last_words")  # events for users who may read logs
-HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
-    "connect-src 'self'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'; "
-    "require-trusted-types-for 'script'; trusted-types 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
-}
 STATIC = {
     "index.html": "text/html",
     "login.html": "text/html",
     "page.css": "text/css",
     "page.js": "text/javascript",
     "charts.js": "text/javascript",
-    "icon.svg": "image/svg+xml",
 }
 log = logging.getLogger("rlhfspec.dashboard")
 
@@ -58,7 +45,7 @@ class Dashboard:
         self._source = source
         self._access = access
         self._streams: Counter[str] = Counter()  # by name of the visitor
-        self._static = {name: files("rlhfspec.dashboard").joinpath("static", name).read_bytes() for name in STATIC}
+        self._files = StaticFiles("rlhfspec.dashboard", STATIC)
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._guard], client_max_size=64 << 10)
@@ -141,10 +128,10 @@ class Dashboard:
             await self._visitor(request)
         except web.HTTPUnauthorized:
             raise web.HTTPSeeOther("/login") from None
-        return self._answer(request, self._static["index.html"], "text/html")
+        return self._files.answer(request, "index.html")
 
     async def _login_page(self, request: web.Request) -> web.StreamResponse:
-        return self._answer(request, self._static["login.html"], "text/html")
+        return self._files.answer(request, "login.html")
 
     async def _login(self, request: web.Request) -> web.StreamResponse:
         form = await request.post()
@@ -164,30 +151,16 @@ class Dashboard:
         return response
 
     async def _file(self, request: web.Request) -> web.StreamResponse:
-        name = request.match_info["name"]
-        if name not in STATIC:
-            raise web.HTTPNotFound(text="no such file")
-        return self._answer(request, self._static[name], STATIC[name])
+        return self._files.answer(request, request.match_info["name"])
 
     async def _healthy(self, _: web.Request) -> web.StreamResponse:
         return _plain(200, "ok")
-
-    def _answer(self, request: web.Request, body: bytes, kind: str) -> web.Response:
-        """Return the body, of content type `kind`, with an ETag, or 304 if the browser has it."""
-        tag = f'"{hashlib.sha256(body).hexdigest()[:20]}"'
-        headers = {"ETag": tag, "Cache-Control": "private, no-cache", "Vary": "Cookie, Authorization"}
-        if request.headers.get("If-None-Match") == tag:
-            return web.Response(status=304, headers=headers)
-        answer = web.Response(body=body, content_type=kind, charset="utf-8", headers=headers)
-        if len(body) > 1024:
-            answer.enable_compression()
-        return answer
 
     # --- data ----------------------------------------------------------------------------------------------------
 
     async def _jobs(self, request: web.Request) -> web.StreamResponse:
         rows = await self._visible(await self._visitor(request))
-        return self._answer(request, encoded(rows).encode(), "application/json")
+        return tagged(request, encoded(rows).encode(), "application/json")
 
     async def _visible(self, visitor: Visitor) -> list[dict[str, Any]]:
         jobs = await self._source.jobs()
@@ -207,7 +180,7 @@ class Dashboard:
                 found: object = await feed.texts.in_thread(lambda: samples.of_step(step, skip=skip))
             else:
                 found = await feed.texts.in_thread(samples.steps)
-        return self._answer(request, encoded(found).encode(), "application/json")
+        return tagged(request, encoded(found).encode(), "application/json")
 
     async def _sample(self, request: web.Request) -> web.StreamResponse:
         """Return text and trace of a sample (`?id=sums/3/7/1`), each if present."""
@@ -220,12 +193,12 @@ class Dashboard:
                 found["missing"] = ["the dashboard cannot read the run folder"]
             else:
                 found |= await feed.texts.in_thread(folder.everything_of, id)
-        return self._answer(request, encoded(found).encode(), "application/json")
+        return tagged(request, encoded(found).encode(), "application/json")
 
     async def _yaml(self, request: web.Request) -> web.StreamResponse:
         _, key = await self._allowed(request, "jobs")
         text = yaml.safe_dump(await self._source.manifest(key), sort_keys=False, width=120)
-        return self._answer(request, text.encode(), "text/plain")
+        return tagged(request, text.encode(), "text/plain")
 
     # --- events --------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from browser import CHROMIUM, Page, browser
+from browser import CHROMIUM, CONTRAST, Page, browser
 from dashboards import HOSTILE, TOKEN, LiveRun, load, many_snapshots, moved, report, served, snapshot, write_run
 
 from rlhfspec.dashboard.jobs.laptop import LaptopSource
@@ -123,22 +123,6 @@ async def test_a_narrow_screen_needs_no_sideways_scrolling_and_texts_can_be_read
         await page.until("document.querySelector('.loads')")
         assert await page.value("document.documentElement.scrollWidth") <= 360
         assert await page.value(CONTRAST) >= 4.5
-
-
-# The least contrast of a text's color and what it stands on, by WCAG's formula.
-CONTRAST = """(() => {
-  const light = (color) => { const [r, g, b] = color.match(/[\\d.]+/g).slice(0, 3)
-    .map((each) => each / 255).map((each) => each <= .03928 ? each / 12.92 : ((each + .055) / 1.055) ** 2.4);
-    return .2126 * r + .7152 * g + .0722 * b; };
-  const back = (element) => getComputedStyle(element).backgroundColor;
-  const under = (element) => element === null ? "rgb(255, 255, 255)"
-    : back(element).endsWith(", 0)") ? under(element.parentElement) : back(element);
-  const ratios = [...document.querySelectorAll("main *, header *")]
-    .filter((each) => [...each.childNodes].some((node) => node.nodeType == 3 && node.textContent.trim()))
-    .map((each) => [light(getComputedStyle(each)[each.closest("svg") ? "fill" : "color"]), light(under(each))])
-    .map(([one, two]) => (Math.max(one, two) + .05) / (Math.min(one, two) + .05));
-  return Math.min(...ratios);
-})()"""
 
 
 async def test_200_generators_do_not_choke_the_page(tmp_path: Path) -> None:
