@@ -8,7 +8,7 @@ import hmac
 import json
 import os
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +30,7 @@ from rlhfspec.door.calls import PolicyCalls
 from rlhfspec.door.conversations import ChatPrompt, Conversations
 from rlhfspec.door.feedback import Feedback, Vote
 from rlhfspec.door.page import ChatPage, address
+from rlhfspec.door.retries import IDEMPOTENCY_KEY, STREAM_END, Handler, KeptStream, Retries
 from rlhfspec.door.tools import ToolCalls
 from rlhfspec.door.words import Words
 from rlhfspec.engine.base import Request
@@ -38,13 +39,13 @@ from rlhfspec.errors import InvalidRequest, RLHFSpecError
 from rlhfspec.runs.folder.run_folder import RunFolder
 from rlhfspec.stage.threads import ComputeThread
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MODEL_NAME = "policy"  # of every door's model, beside its own name
 _MOST_BYTES = 8 << 20  # of a request
 _MOST_OPEN = 1024  # responses at a time; more are asked to come again
 _RETRY_SECONDS = 2
 _BEAT_SECONDS = 3.0  # between comments in a silent stream, so that proxies keep it open
 _SEED_BITS = 53  # of a seed drawn here, which JavaScript reads without loss
+_KEPT = ("Retry-After", "Allow", "x-should-retry")  # headers of a refusal
 _COMPLETION_TOKENS = 16  # of a completion without a limit, as in OpenAI's API
 
 
@@ -71,13 +72,14 @@ class PolicyDoor:
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._guard], client_max_size=_MOST_BYTES)
+        once = Retries().once
         app.add_routes(
             [
                 web.get("/healthz", self._healthy),
                 web.get("/v1/models", self._models),
                 web.get("/v1/models/{name}", self._models),
-                web.post("/v1/chat/completions", self._chat),
-                web.post("/v1/completions", self._complete),
+                web.post("/v1/chat/completions", once(self._chat)),
+                web.post("/v1/completions", once(self._complete)),
                 web.post("/inference/v1/generate", self._generate),
                 web.post("/tokenize", self._tokenize),
                 web.post("/feedback", self._vote),
@@ -159,7 +161,7 @@ class PolicyDoor:
         tools = self._tools if body.offers_tools else None
         asks = [
             replace(ask, given=prompt.given, tools=tools)
-            for ask in self._asks(body, [prompt.token_ids], self._room(prompt.token_ids))
+            for ask in self._asks(request, body, [prompt.token_ids], self._room(prompt.token_ids))
         ]
         return await self._answer(request, body, asks, prompt)
 
@@ -168,14 +170,14 @@ class PolicyDoor:
         self._refuse_model(body.model)
         self._refuse_too_many(len(body.prompts) * (body.n or 1))
         prompts = await self._preparing.in_thread(lambda: [self._encoded(each) for each in body.prompts])
-        asks = self._asks(body, prompts, _COMPLETION_TOKENS)
+        asks = self._asks(request, body, prompts, _COMPLETION_TOKENS)
         return await self._answer(request, body, asks)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = read(GenerateBody, await request.read())
         self._refuse_model(body.model)
         prompt = tuple(body.token_ids)
-        [ask] = self._asks(body.sampling_params, [prompt], self._room(prompt))
+        [ask] = self._asks(request, body.sampling_params, [prompt], self._room(prompt))
         [response] = await self._whole([ask])
         return web.json_response(generated(ask.request.id, response))
 
@@ -218,9 +220,11 @@ class PolicyDoor:
     def _encoded(self, prompt: str | list[int]) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
 
-    def _asks(self, body: SamplingBody, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> list[_Ask]:
+    def _asks(
+        self, request: web.Request, body: SamplingBody, prompts: Sequence[tuple[int, ...]], max_tokens: int
+    ) -> list[_Ask]:
         """Return one checked call of the engine for each choice of each prompt."""
-        seed = secrets.randbits(_SEED_BITS) if body.seed is None else body.seed
+        seed = _drawn(request.headers.get(IDEMPOTENCY_KEY)) if body.seed is None else body.seed
         num_choices, num_top = (body.n or 1, body.num_top or 0) if isinstance(body, AskingBody) else (1, 0)
         params = body.params(max_tokens)
         self._refuse_too_many(len(prompts) * num_choices)
@@ -246,7 +250,7 @@ class PolicyDoor:
             wholes = await self._whole(asks)
             self._remember(name, body, asks, prompt, wholes)
             return web.json_response(shape.whole(wholes))
-        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
+        stream = KeptStream(request)
         await stream.prepare(request)
         wholes = [ask.response for ask in asks]
         for whole in wholes if prompt is not None else ():
@@ -265,7 +269,7 @@ class PolicyDoor:
         self._remember(name, body, asks, prompt, wholes)
         if body.stream_options is not None and body.stream_options.include_usage:
             await _send(stream, shape.last(wholes))
-        await stream.write(b"data: [DONE]\n\n")
+        await stream.write(STREAM_END)
         return stream
 
     async def _whole(self, asks: list[_Ask]) -> list[Response]:
@@ -382,6 +386,13 @@ class _Ask:
         return Response(self.index, self.request.prompt_token_ids, self.seed)
 
 
+def _drawn(key: str | None) -> int:
+    """Return a random seed; the same one for the same idempotency key, so that an answer cut off comes again."""
+    if key is None:
+        return secrets.randbits(_SEED_BITS)
+    return int.from_bytes(hashlib.blake2b(key.encode(errors="surrogateescape")).digest()) % (1 << _SEED_BITS)
+
+
 def _seed_of(seed: int, index: int, prompt: Sequence[int]) -> int:
     """Return the engine's seed: noise must not repeat between the choices of a request or the turns of a chat."""
     said = repr((seed, index, tuple(prompt))).encode()
@@ -397,4 +408,4 @@ def _refused(status: int, message: str, *, headers: dict[str, str] | None = None
 
 
 def _kept(headers: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in headers.items() if name in ("Retry-After", "Allow")}
+    return {name: value for name, value in headers.items() if name in _KEPT}
