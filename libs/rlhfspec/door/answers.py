@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlhfspec.door.bodies import AskingBody, ChatBody
-from rlhfspec.door.words import BROKEN
+from rlhfspec.door.words import TokenTexts
 from rlhfspec.engine.base import TopLogProbs
 
 
@@ -47,9 +47,9 @@ class Response:
 class Shape:
     """Shape of the answers to one request."""
 
-    def __init__(self, body: AskingBody, name: str, model: str, decode: Callable[[list[int]], str]) -> None:
+    def __init__(self, body: AskingBody, name: str, model: str, texts: TokenTexts) -> None:
         self._body = body
-        self._decode = decode
+        self._texts = texts
         self._is_chat = isinstance(body, ChatBody)
         self._head = {"id": name, "created": int(time.time()), "model": model}
 
@@ -110,11 +110,10 @@ class Shape:
         return told | {"untempered": response.log_probs}
 
     def _token(self, token_id: int, value: float) -> dict[str, Any]:
-        name = self._name(token_id)
-        return {"token": name, "logprob": value, "bytes": None if BROKEN in name else list(name.encode())}
+        return {"token": self._name(token_id), "logprob": value, "bytes": self._texts.bytes(token_id)}
 
     def _name(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self._body.return_tokens_as_token_ids else self._decode([token_id])
+        return f"token_id:{token_id}" if self._body.return_tokens_as_token_ids else self._texts.text(token_id)
 
 
 def usage(responses: Sequence[Response]) -> dict[str, int]:

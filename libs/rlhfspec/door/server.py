@@ -32,7 +32,7 @@ from rlhfspec.door.feedback import Feedback, Vote
 from rlhfspec.door.page import ChatPage, address
 from rlhfspec.door.retries import IDEMPOTENCY_KEY, STREAM_END, Handler, KeptStream, Retries
 from rlhfspec.door.tools import ToolCalls
-from rlhfspec.door.words import Words
+from rlhfspec.door.words import TokenTexts, Words
 from rlhfspec.engine.base import Request
 from rlhfspec.engine.scheduling.text import cut_at_stop
 from rlhfspec.errors import InvalidRequest, RLHFSpecError
@@ -63,6 +63,7 @@ class PolicyDoor:
         self.token = token or client_token()
         self._engine = engine
         self._tokenizer = tokenizer
+        self._texts = TokenTexts(tokenizer)
         self._name = name
         self._tools = tools
         self._feedback = None if run is None else Feedback(run, name)
@@ -245,7 +246,7 @@ class PolicyDoor:
     ) -> web.StreamResponse:
         kind = "cmpl" if prompt is None else "chatcmpl"
         name = f"{kind}-{secrets.token_hex(12)}"
-        shape = Shape(body, name, body.model, self._decode)
+        shape = Shape(body, name, body.model, self._texts)
         if not body.stream:
             wholes = await self._whole(asks)
             self._remember(name, body, asks, prompt, wholes)
@@ -354,9 +355,6 @@ class PolicyDoor:
         response.text, response.calls = cut_at_stop(found[0], ask.request.params.stop), found[1]
         if response.calls and response.finish_reason == "stop":
             response.finish_reason = "tool_calls"
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return str(self._tokenizer.decode(token_ids))
 
 
 def client_token() -> str:

@@ -1,13 +1,43 @@
-"""Text of a response that grows, for streams."""
+"""Text of a response that grows, for streams, and of single tokens."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from rlhfspec.engine.scheduling.text import cut_at_stop
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # an incomplete character decodes to it
+
+
+class TokenTexts:
+    """Texts and bytes of single tokens."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def text(self, token_id: int) -> str:
+        return str(self._tokenizer.decode([token_id]))
+
+    def bytes(self, token_id: int) -> list[int] | None:
+        """Return a token's bytes, or None if it is a part of a character and the tokenizer does not tell which."""
+        text = self.text(token_id)
+        if BROKEN not in text:
+            return list(text.encode())
+        piece = str(self._tokenizer.convert_ids_to_tokens(token_id))
+        if found := re.fullmatch("<0x([0-9A-F]{2})>", piece):  # byte fallback, as in Llama 2
+            return [int(found[1], 16)]
+        numbers = [self._byte_of.get(character) for character in piece]
+        return None if None in numbers else [number for number in numbers if number is not None]
+
+    @cached_property
+    def _byte_of(self) -> dict[str, int]:
+        """Return the byte of each character in the vocabulary of a byte-level tokenizer."""
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        return {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
 
 
 class Words:

@@ -6,6 +6,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import typer
+from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 from rlhfspec.cli.problems import refuse
@@ -28,11 +29,16 @@ class Beside(TyperCommand):
             refuse(f"rlhfspec {self.name} is a command of rlhfspec-bench: pip install rlhfspec-bench")
         command = typer.main.get_command(found.load())
         command.name = self.name
+        escape_help(command)
         return command
 
 
 class WithCommandsBeside(TyperGroup):
-    """Command group with the commands of other distributions."""
+    """Command group with the commands of other distributions, and help texts that are no markup."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        escape_help(self)
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*super().list_commands(ctx), *BENCH]
@@ -47,6 +53,17 @@ class WithCommandsBeside(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)
         return name, command.imported() if isinstance(command, Beside) else command, rest
+
+
+def escape_help(command: Any) -> None:
+    """Keep rich from reading [default: ...] as markup, in a command and all below it."""
+    if command.rich_markup_mode != "rich":
+        return
+    for each in (command, *command.params):
+        if getattr(each, "help", None):
+            each.help = escape(each.help)
+    for below in getattr(command, "commands", {}).values():
+        escape_help(below)
 
 
 def _entry_point(name: str) -> EntryPoint | None:

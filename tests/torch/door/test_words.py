@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 from chats import TEMPLATE, chat_tokenizer
 from hypothesis import given, strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from rlhfspec.door.conversations import Conversations
-from rlhfspec.door.words import Words
+from rlhfspec.door.words import TokenTexts, Words
 from rlhfspec.engine.scheduling.text import cut_at_stop
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.tiny.tokenizer import EOS
@@ -32,6 +34,20 @@ def test_an_incomplete_character_and_a_possible_stop_string_are_held_back() -> N
     fed = [words.feed([byte]) for byte in "aä-b-".encode()]
     assert fed == ["", "", "a", "ä", "-", "b"]
     assert words.end() == "-"
+
+
+def test_the_bytes_of_parts_of_a_character_are_told() -> None:
+    texts = TokenTexts(TOKENIZER)
+    token_ids = TOKENIZER.encode("aä😀\n", add_special_tokens=False)
+    assert [byte for token_id in token_ids for byte in texts.bytes(token_id) or ()] == list("aä😀\n".encode())
+    assert texts.bytes(EOS) == list(b"<eos>")
+
+
+@pytest.mark.parametrize(("piece", "told"), [("<0xC3>", [0xC3]), ("\N{REPLACEMENT CHARACTER}", None)])
+def test_the_bytes_of_other_vocabularies_are_told_where_they_are_certain(piece: str, told: list[int] | None) -> None:
+    tokenizer = Tokenizer(models.BPE(vocab={piece: 0}, merges=[], byte_fallback=True))
+    tokenizer.decoder = decoders.ByteFallback()
+    assert TokenTexts(PreTrainedTokenizerFast(tokenizer_object=tokenizer)).bytes(0) == told
 
 
 def answer(text: str) -> dict[str, str]:

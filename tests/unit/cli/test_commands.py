@@ -3,6 +3,7 @@ import os
 import re
 import signal
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import pytest
 from places import ROOT
 from run_folders import a_run, example_job
 from runs import command, rlhfspec
-from typer.testing import Result
+from typer.main import get_command
+from typer.testing import CliRunner, Result
 from views import printed
 
+from rlhfspec.cli.main import app
 from rlhfspec.cli.signals import name_of_last, on_signals
 from rlhfspec.job.choices.algorithms import ALGORITHMS
 from rlhfspec.job.file import read_job
@@ -372,3 +375,23 @@ def test_bars_have_at_least_one_cell_and_stay_within_the_axis() -> None:
 def test_a_run_may_begin_in_a_folder_that_holds_traces(traced: Path) -> None:
     with RunFolder(traced) as folder:
         folder.begin(example_job(), resume=False)
+
+
+def commands(group: Any, *names: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Return all commands of a group and of the groups in it, with their names."""
+    for name, found in group.commands.items():
+        yield (*names, name), found
+        yield from commands(found, *names, name) if hasattr(found, "commands") else ()
+
+
+def test_the_hint_of_every_default_is_shown_by_help() -> None:
+    hints = 0
+    for names, shown_command in commands(get_command(app)):
+        shown = CliRunner().invoke(app, [*names, "--help"], env={"COLUMNS": "400"}).output
+        for parameter in shown_command.params:
+            for hint in re.findall(r"\[default: [^\]]*\]", getattr(parameter, "help", None) or ""):
+                assert hint in shown, f"{names}: {hint}"
+                hints += 1
+    assert hints > 10
+    steps = CliRunner().invoke(app, ["simulate", "--help"], env={"COLUMNS": "400"}).output
+    assert "[default: all]" in steps
