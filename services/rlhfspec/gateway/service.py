@@ -9,6 +9,7 @@ from rlhfspec.door.generators import GeneratorCalls
 from rlhfspec.door.server import PolicyDoor, variables
 from rlhfspec.job import RLHFJob
 from rlhfspec.messages.records import WorkerInfo
+from rlhfspec.runs.folder.run_folder import RunFolder
 from rlhfspec.stage.base import Service
 from rlhfspec.stage.bus import Inbox
 from rlhfspec.stage.context import GatewayContext
@@ -52,6 +53,7 @@ class GatewayService(Service):
         self._tokenizer = tokenizer
         self._name = job.metadata.name
         self._token = context.token
+        self._folder = RunFolder(context.run.folder)
         self._listening = _listening(context.port)
         self.leaving.callback(self._listening.close)
 
@@ -72,7 +74,7 @@ class GatewayService(Service):
             await self.unless_stopped(self._calls.until_ready())
         if self.stopping.is_set():
             return
-        door = PolicyDoor(self._calls, self._tokenizer, name=self._name, token=self._token)
+        door = PolicyDoor(self._calls, self._tokenizer, name=self._name, token=self._token, run=self._folder)
         async with serving(door.app(), self._listening):
             with self.vitals.waiting("requests of clients"):
                 await self.stopping.wait()

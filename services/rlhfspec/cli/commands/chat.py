@@ -136,7 +136,7 @@ def _policies(policy: str, only: str | None, status: StatusLine) -> dict[str, tu
 
 def _open(name: str, engine: Engine, stored: StoredPolicy, talking: Talking, leaving: ExitStack) -> Partner:
     from rlhfspec.cli.talking import Partner
-    from rlhfspec.common.web import serving
+    from rlhfspec.common.web import listen, serving
     from rlhfspec.door.calls import EngineThread
     from rlhfspec.door.server import PolicyDoor
 
@@ -144,7 +144,7 @@ def _open(name: str, engine: Engine, stored: StoredPolicy, talking: Talking, lea
     leaving.callback(thread.close)
     door = PolicyDoor(thread.calls, engine.state.tokenizer, name=name, run=stored.run)
     server = AsyncExitStack()
-    port = talking.wait(server.enter_async_context(serving(door.app(), _LOOPBACK, 0)))
+    port = talking.wait(server.enter_async_context(serving(door.app(), listen(_LOOPBACK, 0))))
     leaving.callback(lambda: talking.wait(server.aclose()))
     title = name
     if stored.run is not None:
