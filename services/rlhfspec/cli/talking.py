@@ -130,6 +130,7 @@ class Talking:
                 if "error" in chunk:
                     raise RLHFSpecError(chunk["error"]["message"])
                 say(answer.take(chunk))
+                await asyncio.sleep(0)  # lets Ctrl-C in, however much has arrived
         raise PlacedError(url, "broke off")
 
     async def _call(self, method: str, url: str, token: str, body: Any = None) -> Any:

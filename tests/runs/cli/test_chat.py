@@ -9,6 +9,7 @@ import select
 import struct
 import sys
 import termios
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import pytest
 import warmed
 from chats import TOKEN, run_that_chats, serving
 from runs import command
+
+from rlhfspec.engine.core import Engine
 
 BEGIN = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from rlhfspec.cli.start import main; main()"
 PATIENCE_SECONDS = 100.0
@@ -104,8 +107,17 @@ def test_the_better_answer_of_first_and_latest_goes_on(
     assert again["messages"][:2] == [*better["messages"], better["answer"]]
 
 
-def test_ctrl_c_ends_one_answer_and_the_conversation_goes_on(run: Path, terminal: Callable[..., Terminal]) -> None:
-    talk = terminal(140, str(run), "--only", "latest", "--temperature", "0")
+async def test_ctrl_c_ends_one_answer_and_the_conversation_goes_on(
+    monkeypatch: pytest.MonkeyPatch, terminal: Callable[..., Terminal]
+) -> None:
+    genuine = Engine.step
+    monkeypatch.setattr(Engine, "step", lambda self: (time.sleep(0.05), genuine(self))[1])
+    monkeypatch.setenv("OPENAI_API_KEY", TOKEN)
+    async with serving() as served:
+        await asyncio.to_thread(_end_an_answer, terminal(140, f"{served.url}/v1", "--temperature", "0"))
+
+
+def _end_an_answer(talk: Terminal) -> None:
     talk.until("> ")
     talk.press("2+2=\r")
     talk.until("2+2=")

@@ -406,7 +406,7 @@ def test_no_decoder_of_wrong_windows_is_used(monkeypatch: pytest.MonkeyPatch, ca
     make = BUGS["window off by one"].make()
     assert load(make).reports["model"].path == "native"
     genuine = native.DecoderParts
-    monkeypatch.setattr(native, "DecoderParts", lambda a, b, c, _, d: genuine(a, b, c, [0] * 4, d))
+    monkeypatch.setattr(native, "DecoderParts", lambda a, b, c, _, d, e: genuine(a, b, c, [0] * 4, d, e))
     with caplog.at_level(logging.WARNING):
         assert load(make).reports["model"].path == "layers"
     assert "other bits than the layers" in caplog.text

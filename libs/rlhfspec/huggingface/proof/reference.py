@@ -50,7 +50,10 @@ class Rounding(WeightProducts):
 
     def product(self, rows: Tensor, weight: Tensor) -> Tensor:
         rounds = self._rounds_rows and self.kept_as(weight) == torch.bfloat16
-        product = functional.linear(rounded(rows, torch.bfloat16) if rounds else rows, weight)
+        return self.moved(functional.linear(rounded(rows, torch.bfloat16) if rounds else rows, weight))
+
+    def moved(self, product: Tensor) -> Tensor:
+        """Return a product with the noise of its rounding, if that is measured."""
         if self.noise is None:
             return product
         size = product.square().mean(-1, keepdim=True).sqrt()
@@ -238,4 +241,5 @@ class _Eager:
             seen = visible(key.shape[2], spec, query.device)
             attention_mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(query.dtype).min)[None, None]
         eager = sys.modules[type(module).__module__].eager_attention_forward
-        return eager(module, query, key, value, attention_mask, **keywords)
+        out, weights = eager(module, query, key, value, attention_mask, **keywords)
+        return self.rounding.moved(out), weights
