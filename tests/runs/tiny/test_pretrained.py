@@ -70,6 +70,10 @@ def test_tokens_depend_on_neither_neighbours_nor_drafts(model: Path, requests: l
         assert generated(plain, requests) == alone, speculation
 
 
+def test_it_is_right_at_all_its_positions(model: Path) -> None:
+    assert engine(model, max_context=8192, max_sequences=1, kv_cache_tokens=8192).reports["model"].path == "native"
+
+
 @pytest.mark.parametrize("move", [at_once, reserved, in_rounds])
 def test_a_moved_sequence_has_the_bits_of_an_unmoved_one(model: Path, requests: list[Request], move: Move) -> None:
     here, there = engine(model), engine(model)
