@@ -96,6 +96,7 @@ class Started:
             os.kill(pid, signal.SIGSTOP)
         for pid in (self.process.pid, *guardians):
             os.kill(pid, signal.SIGKILL)
+        self.process.wait(PATIENCE_SECONDS)  # it holds the folder's lock until its memory is free
 
     def ranks(self) -> dict[int, int]:
         lines = map(json.loads, (self.folder / "logs" / "trainer-0.jsonl").read_text().splitlines())

@@ -176,7 +176,8 @@ class ClientCalls:
         prompt = request.prompt_token_ids
         call.is_urgent = sum(each.is_urgent for each in self._open.values()) < self._most_urgent
         priority = _PRIORITY if call.is_urgent else 0
-        kept = [] if response else [name for name, token_ids in self._kept.items() if begins(prompt, token_ids)]
+        is_new = bool(response) or request.weights_version is not None
+        kept = [] if is_new else [name for name, token_ids in self._kept.items() if begins(prompt, token_ids)]
         name = max(kept, key=self._length, default=None)
         if name is None:
             name = request.id

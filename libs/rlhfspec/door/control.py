@@ -111,11 +111,16 @@ class CallServer:
         self._served: dict[str, _ServedCall] = {}
         self._news = asyncio.Event()
         self._num_asked = 0  # a newer More ends the wait of those before
+        self._forgetting: asyncio.TimerHandle | None = None
 
     async def answer(self, data: bytes) -> bytes:
         question = read_question(data)
-        now = asyncio.get_running_loop().time()
-        self._end([name for name, call in self._served.items() if now - call.asked_at > FORGOTTEN_SECONDS])
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        if self._forgetting is not None:
+            self._forgetting.cancel()
+        self._forgetting = loop.call_later(FORGOTTEN_SECONDS, self._forget)
+        self._forget()
         match question:
             case Call(request=request):
                 if self._calls.ended is not None:
@@ -170,6 +175,10 @@ class CallServer:
             limits=self._calls.limits, weights_version=self._calls.weights_version,
             takes_calls=self._calls.ended is None, gains=gains, lost=lost,
         )  # fmt: skip
+
+    def _forget(self) -> None:
+        now = asyncio.get_running_loop().time()
+        self._end([name for name, call in self._served.items() if now - call.asked_at >= FORGOTTEN_SECONDS])
 
     def _end(self, names: list[str]) -> None:
         for name in names:

@@ -13,11 +13,13 @@ from rlhfspec.door.calls import MOST_CONVERSATIONS, CallLimits, Gained, begins
 from rlhfspec.door.control import MORE_SECONDS, Call, More, News, Question, Release, read_news, to_question
 from rlhfspec.engine.base import Request
 from rlhfspec.engine.requests import check_request
-from rlhfspec.errors import MalformedRecord, RLHFSpecError
+from rlhfspec.errors import MalformedRecord, RLHFSpecError, WeightsVersionError
 from rlhfspec.messages.records import WorkerInfo
 from rlhfspec.moves.migration.base import TELL_SECONDS, MoveControl, NoReply, Peer
 
 PATIENCE_SECONDS = 120.0  # of a call that has begun, while no generator answers
+_BEHIND_SECONDS = 10.0  # wait for a generator with the newest weights, before an older one takes a call
+_MOST_LOSSES = 3  # of a call, one after another, before it counts as the generators' end
 _AGAIN_SECONDS = 0.1  # between two questions to a generator that does not answer
 _MOST_ASKED = 16  # questions to a generator at a time
 _NEVER = -1  # its weights version while a generator does not answer
@@ -48,9 +50,11 @@ class _CalledGenerator:
         self._changed = asyncio.Event()  # since the last question
         self._asking = asyncio.Semaphore(_MOST_ASKED)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
         self._begin(self._listen())
 
     def close(self) -> None:
+        self._is_closed = True
         for task in self._tasks:
             task.cancel()
         self._lose(list(self._queues))
@@ -61,6 +65,8 @@ class _CalledGenerator:
         self.num_calls += 1
         try:
             await self._ask(Call(request=request, response=tuple(response)))
+            if self._is_closed:  # meanwhile
+                raise CallLost(request.id)
             self._queues[request.id], self._num_seen[request.id] = queue, 0
             self._changed.set()
             while (gained := await queue.get()) is not None:
@@ -189,31 +195,41 @@ class GeneratorCalls:
 
     async def tokens(self, request: Request) -> AsyncGenerator[Gained, None]:
         response: list[int] = []
-        version = _NEVER
+        num_lost = 0
         for attempt in count():
-            generator = await self._chosen(request.prompt_token_ids, version)
+            generator = await self._chosen(request, response)
             called = replace(request, id=f"{request.id}.{attempt}")
             try:
                 async with aclosing(generator.tokens(called, response)) as gains:
                     async for gained in gains:
+                        num_lost = 0
                         response += gained.token_ids
-                        version = gained.weights_version
                         if gained.finish_reason not in (None, "error"):
                             generator.kept.append((*request.prompt_token_ids, *response))
                         yield gained
                         if gained.finish_reason is not None:
                             return
             except CallLost:
-                continue
+                num_lost += 1
+                if num_lost == _MOST_LOSSES:
+                    raise RLHFSpecError(f"{num_lost} generators failed at this request, one after another") from None
 
-    async def _chosen(self, prompt: tuple[int, ...], version: int) -> _CalledGenerator:
-        """Return the generator for a call, if possible with weights that are no older than `version`."""
+    async def _chosen(self, request: Request, response: Sequence[int]) -> _CalledGenerator:
+        """Return the generator for a call, if possible with the newest weights."""
+        pinned = request.weights_version
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_BEHIND_SECONDS):
+                while not (answering := self._answering(self.weights_version if pinned is None else pinned)):
+                    await self._next_news()
         try:
             async with asyncio.timeout(PATIENCE_SECONDS):
-                while not (answering := self._answering(version) or self._answering(_NEVER)):
+                while not answering and not (answering := self._answering(_NEVER)):
                     await self._next_news()
         except TimeoutError:
             raise NoGenerator from None
+        if pinned is not None and not (answering := [one for one in answering if one.weights_version == pinned]):
+            raise WeightsVersionError(pinned, self.weights_version, "not the loaded one")
+        prompt = () if response else request.prompt_token_ids
         kept = [(one, token_ids) for one in answering for token_ids in one.kept if begins(prompt, token_ids)]
         if not kept:
             return min(answering, key=lambda one: one.num_calls)
@@ -222,6 +238,7 @@ class GeneratorCalls:
         return generator
 
     def _answering(self, version: int) -> list[_CalledGenerator]:
+        """Return the generators that take calls, with weights no older than `version`."""
         there = (each for _, each in sorted(self._generators.items()))
         return [each for each in there if each.takes_calls and each.weights_version >= version]
 

@@ -110,12 +110,14 @@ class PolicyDoor:
         if not is_known and request.path != "/healthz" and not ChatPage.is_at(request.path):
             raise web.HTTPUnauthorized(text="wrong or missing token: set the header Authorization: Bearer TOKEN")
 
-    def _refuse_model(self, name: str) -> None:
+    def _version_of(self, name: str) -> int | None:
+        """Return the weights version that a model's name asks for, None for the newest, or raise HTTPNotFound."""
         version = self._engine.weights_version
         if name not in (MODEL_NAME, f"{MODEL_NAME}@{version}"):
             raise web.HTTPNotFound(
                 text=f"model: there is no {name!r} here; ask for {MODEL_NAME} or {MODEL_NAME}@{version}"
             )
+        return None if name == MODEL_NAME else version
 
     # --- answers -------------------------------------------------------------------------------------------------
 
@@ -136,13 +138,13 @@ class PolicyDoor:
             "takes_feedback": self._feedback is not None,
         }
         if (name := request.match_info.get("name")) is not None:
-            self._refuse_model(name)
+            self._version_of(name)
             return web.json_response(card)
         return web.json_response({"object": "list", "data": [card]})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = read(ChatBody, await request.read())
-        self._refuse_model(body.model)
+        version = self._version_of(body.model)
         messages, arguments = [message.for_template() for message in body.messages], body.template_arguments
         begin = ""
         if body.offers_tools and self._tools is None:
@@ -162,23 +164,23 @@ class PolicyDoor:
         tools = self._tools if body.offers_tools else None
         asks = [
             replace(ask, given=prompt.given, tools=tools)
-            for ask in self._asks(request, body, [prompt.token_ids], self._room(prompt.token_ids))
+            for ask in self._asks(request, body, [prompt.token_ids], self._room(prompt.token_ids), version)
         ]
         return await self._answer(request, body, asks, prompt)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = read(CompletionBody, await request.read())
-        self._refuse_model(body.model)
+        version = self._version_of(body.model)
         self._refuse_too_many(len(body.prompts) * (body.n or 1))
         prompts = await self._preparing.in_thread(lambda: [self._encoded(each) for each in body.prompts])
-        asks = self._asks(request, body, prompts, _COMPLETION_TOKENS)
+        asks = self._asks(request, body, prompts, _COMPLETION_TOKENS, version)
         return await self._answer(request, body, asks)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = read(GenerateBody, await request.read())
-        self._refuse_model(body.model)
+        version = self._version_of(body.model)
         prompt = tuple(body.token_ids)
-        [ask] = self._asks(request, body.sampling_params, [prompt], self._room(prompt))
+        [ask] = self._asks(request, body.sampling_params, [prompt], self._room(prompt), version)
         [response] = await self._whole([ask])
         return web.json_response(generated(ask.request.id, response))
 
@@ -222,8 +224,9 @@ class PolicyDoor:
         return tuple(self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
 
     def _asks(
-        self, request: web.Request, body: SamplingBody, prompts: Sequence[tuple[int, ...]], max_tokens: int
-    ) -> list[_Ask]:
+        self, request: web.Request, body: SamplingBody, prompts: Sequence[tuple[int, ...]], max_tokens: int,
+        version: int | None,
+    ) -> list[_Ask]:  # fmt: skip
         """Return one checked call of the engine for each choice of each prompt."""
         seed = _drawn(request.headers.get(IDEMPOTENCY_KEY)) if body.seed is None else body.seed
         num_choices, num_top = (body.n or 1, body.num_top or 0) if isinstance(body, AskingBody) else (1, 0)
@@ -233,7 +236,14 @@ class PolicyDoor:
         def ask(index: int, prompt: tuple[int, ...]) -> _Ask:
             own = _seed_of(seed, index, prompt)
             name = secrets.token_hex(12)
-            request = Request(id=name, prompt_token_ids=prompt, params=params, seed=own, top_log_probs=num_top)
+            request = Request(
+                id=name,
+                prompt_token_ids=prompt,
+                params=params,
+                seed=own,
+                top_log_probs=num_top,
+                weights_version=version,
+            )
             return _Ask(index, seed, request)
 
         asks = [ask(*each) for each in enumerate(prompt for prompt in prompts for _ in range(num_choices))]

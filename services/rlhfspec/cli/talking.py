@@ -92,7 +92,10 @@ class Talking:
     def at(self, url: str, token: str) -> Partner:
         """Return the first model of an OpenAI-compatible server."""
         at = url.rstrip("/").removesuffix("/v1")
-        card = self.wait(self._call("GET", f"{at}/v1/models", token))["data"][0]
+        try:
+            card = self.wait(self._call("GET", f"{at}/v1/models", token))["data"][0]
+        except (ValueError, LookupError, TypeError) as error:
+            raise PlacedError(url, f"is not an OpenAI-compatible server: {first_line(error)}") from error
         return Partner(card.get("root") or card["id"], at, token, card["id"], card.get("takes_feedback", False))
 
     def ask(self, answers: Sequence[Answer], body: dict[str, Any], say: Callable[[str], None]) -> None:
@@ -111,6 +114,8 @@ class Talking:
             await self._stream(answer, body, say)
         except (RLHFSpecError, aiohttp.ClientError) as error:
             answer.problem = str(error)
+        except (ValueError, LookupError, TypeError) as error:
+            answer.problem = f"{answer.partner.url} is not an OpenAI-compatible server: {first_line(error)}"
 
     async def _stream(self, answer: Answer, body: dict[str, Any], say: Callable[[str], None]) -> None:
         partner = answer.partner

@@ -28,6 +28,7 @@ from rlhfspec.worker import exits
 
 log = logging.getLogger("rlhfspec.stage")
 CHECK_SECONDS = 0.5
+_GATEWAY_SECONDS = 60.0  # between restarts of a gateway that keeps failing; clients never end a run
 _OVERDUE_SECONDS = 5.0  # past the deadline at which a worker ends itself
 _FINISHED_GRACE_SECONDS = 15.0  # to leave a run whose last step is trained
 Say = Callable[[str], None]
@@ -152,7 +153,9 @@ class Children(Service):
         if exits.is_about_full_disk(ended.reason):  # a restart frees no space
             raise StageFailed(stage, worker, ended.reason)
         delay = restarts.delay_after(ended.failure or "killed")
-        if ended.failure == "permanent" and not self._is_ready((stage, worker)):
+        if delay is None and stage == loop.GATEWAY.name:
+            delay = _GATEWAY_SECONDS
+        elif ended.failure == "permanent" and not self._is_ready((stage, worker)):
             raise StageRefused(ended.reason)
         if delay is None:
             many = (

@@ -23,12 +23,14 @@ from rlhfspec.door.control import Call, CallServer, More, Release, to_question
 from rlhfspec.door.generators import GeneratorCalls, NoGenerator
 from rlhfspec.door.server import PolicyDoor
 from rlhfspec.engine import Completion, Engine, Request, SamplingParams
-from rlhfspec.errors import InvalidRequest
+from rlhfspec.errors import InvalidRequest, RLHFSpecError, WeightsVersionError
 from rlhfspec.messages.records import Load, WorkerInfo
 from rlhfspec.messages.servers.credentials.certificates import create_credentials, server_tls
 from rlhfspec.moves.migration import messages
 from rlhfspec.moves.migration.base import NoReply, Peer
 from rlhfspec.moves.migration.control import StreamControlServer
+from rlhfspec.tiny import random_model
+from rlhfspec.tiny.tokenizer import VOCAB_SIZE
 from rlhfspec.worker.ends import CALLER, MOVERS, calling
 
 PROMPT = tuple(range(40, 60))
@@ -341,6 +343,34 @@ async def test_a_client_that_leaves_frees_its_row(credentials: Path) -> None:
         await until(lambda: not called.engine.has_work)
         assert called.engine.stats().num_generated_tokens < 400, "it was ended"
         called.engine.check_integrity()
+
+
+async def test_a_request_that_ends_one_generator_after_the_other_is_given_up(
+    credentials: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def lost(self: Any, request: Request, response: Any) -> AsyncGenerator[Gained, None]:
+        raise generators_module.CallLost(request.id)
+        yield
+
+    async with world(credentials) as made:
+        await made.start(0)
+        monkeypatch.setattr(generators_module._CalledGenerator, "tokens", lost)
+        with pytest.raises(RLHFSpecError, match="3 generators failed at this request"):
+            await made.ask(asked())
+
+
+async def test_a_version_is_served_by_a_generator_that_has_it_or_refused(credentials: Path) -> None:
+    async with world(credentials) as made:
+        old, new = await made.start(0), await made.start(1)
+        weights = random_model("llama", seed=1, vocab_size=VOCAB_SIZE).state_dict()
+        new.engine.load_weights(dict(weights), version=1)
+        await until(lambda: made.calls.weights_version == 1)
+        gains = await made.ask(replace(asked(), weights_version=1))
+        assert {gained.weights_version for gained in gains} == {1}
+        assert {gained.weights_version for gained in await made.ask(asked())} == {1}, "the newest goes first"
+        assert old.engine.stats().num_steps == 0
+        with pytest.raises(WeightsVersionError):
+            made.calls.validate(replace(asked(), weights_version=0))
 
 
 async def test_the_door_answers_503_without_generators(credentials: Path) -> None:

@@ -315,6 +315,7 @@ async def test_a_client_that_leaves_frees_its_rows(monkeypatch: pytest.MonkeyPat
             break
         await until(lambda: engine.stats().num_running == 2)
         await stream.close()
+        await until(lambda: (engine.has_work, served.door.num_open) == (False, 0))
         asking = asyncio.create_task(create(model="policy", messages=ASK, extra_body=body))
         await until(lambda: (engine.stats().num_running, served.door.num_open) == (1, 1))
         asking.cancel()
