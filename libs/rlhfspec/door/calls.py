@@ -78,6 +78,7 @@ class _OpenCall:
     name: str = ""  # in the engine
     is_over: bool = False
     is_urgent: bool = False  # goes before samples
+    stays: bool = True  # with its KV, to be continued
     queue: asyncio.Queue[Gained | RLHFSpecError] = field(default_factory=asyncio.Queue)
 
 
@@ -149,7 +150,7 @@ class ClientCalls:
             self._open[gain.id].token_ids.extend(gain.token_ids.tolist())
             if gain.finish_reason is not None:
                 call = self._open.pop(gain.id)
-                if gain.finish_reason != "error":
+                if gain.finish_reason != "error" and call.stays:
                     self._keep(gain.id, tuple(call.token_ids))
         return [done for done in report.finished if done.id not in ours]
 
@@ -176,12 +177,13 @@ class ClientCalls:
         prompt = request.prompt_token_ids
         call.is_urgent = sum(each.is_urgent for each in self._open.values()) < self._most_urgent
         priority = _PRIORITY if call.is_urgent else 0
-        is_new = bool(response) or request.weights_version is not None
+        call.stays = request.weights_version is None  # else the next turn would be bound to that version too
+        is_new = bool(response) or not call.stays
         kept = [] if is_new else [name for name, token_ids in self._kept.items() if begins(prompt, token_ids)]
         name = max(kept, key=self._length, default=None)
         if name is None:
             name = request.id
-            self._engine.submit(replace(request, stays=True, priority=priority), response)
+            self._engine.submit(replace(request, stays=call.stays, priority=priority), response)
         else:
             self._engine.extend(
                 name, prompt[self._length(name) :], seed=request.seed, params=request.params,

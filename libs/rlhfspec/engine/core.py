@@ -235,7 +235,7 @@ class Engine(Moves):
         params = params or stayed.request.params
         request = replace(
             stayed.request, prompt_token_ids=prompt, seed=seed, params=params, top_log_probs=top_log_probs,
-            priority=priority, weights_version=None,
+            priority=priority,
         )  # fmt: skip
         self.state.validate(request)
         self.scheduler.extend(self.state.new_sequence(request, Generated.of_prompt(prompt)))

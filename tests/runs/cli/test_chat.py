@@ -21,7 +21,11 @@ from runs import command
 
 from rlhfspec.engine.core import Engine
 
-BEGIN = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from rlhfspec.cli.start import main; main()"
+# A shell starts what runs in the background with SIGINT ignored, and tests may run there.
+BEGIN = (
+    "import fcntl, signal, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "signal.signal(signal.SIGINT, signal.default_int_handler); from rlhfspec.cli.start import main; main()"
+)
 PATIENCE_SECONDS = 100.0
 
 
