@@ -13,11 +13,11 @@ from torch.nn import functional
 from rlhfspec.kernels.cpu import build
 from rlhfspec.kernels.cpu.packing import PAD_OUTPUTS, STORED, empty_packed, pack, round_up
 
-Arithmetic = Literal["fma", "amx", "dpbf16", "torch", "int8"]  # int8: of copies (int8.py)
+Arithmetic = Literal["fma", "amx", "dpbf16", "torch", "int8", "vnni"]  # the last two: of copies (int8.py)
 ActivationName = Literal["silu", "gelu_tanh", "gelu", "relu"]
 
 ACTIVATIONS: dict[str, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}  # the numbers of csrc/activation.h
-ISA_OF = {"amx": "amx", "dpbf16": "avx512bf16"}  # arithmetics with their own instruction set
+ISA_OF = {"amx": "amx", "dpbf16": "avx512bf16", "vnni": "avx512vnni"}  # arithmetics with their own instruction set
 
 
 @functools.cache

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from twins.gated_mlp import unpacked_weight
-from twins.int8 import quantised, unpacked
+from twins.int8 import activations, quantised, unpacked
 
 from rlhfspec.kernels import linear as kernels
 from rlhfspec.kernels.cpu import build
 from rlhfspec.kernels.cpu.packing import empty_packed, pack
 from rlhfspec.kernels.int8 import in_8_bits, requantise
+from rlhfspec.kernels import int8
 from rlhfspec.kernels.linear import PackedGatedMLP, PackedLinear, RowInvariantActivation
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -20,9 +21,14 @@ pytestmark = pytest.mark.skipif(build.load() is None, reason=f"no kernel library
 every_shape = pytest.mark.parametrize("shape", [(1, 1), (37, 65), (256, 128), (700, 33), (5000, 70)])
 
 
-@pytest.fixture(autouse=True)
-def _fixed_seed() -> None:
+ARITHMETICS = ["int8", "vnni"] if build.supports("avx512vnni") else ["int8"]
+
+
+@pytest.fixture(autouse=True, params=ARITHMETICS)
+def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     torch.manual_seed(0)
+    monkeypatch.setattr(int8, "arithmetic", lambda: request.param)
+    return request.param
 
 
 def packed(shape: tuple[int, int], dtype: torch.dtype = FP32) -> PackedLinear:
@@ -49,7 +55,7 @@ def test_a_normal_weight_loses_little() -> None:
 def test_a_row_has_the_exact_products_of_the_8_bit_weights(shape: tuple[int, int]) -> None:
     layer = in_8_bits(packed(shape))
     x = torch.randn(130, shape[0])
-    exact = functional.linear(x.double(), unpacked(layer).double(), layer.bias.double())
+    exact = functional.linear(activations(layer, x).double(), unpacked(layer).double(), layer.bias.double())
     torch.testing.assert_close(layer(x).double(), exact, rtol=1e-5, atol=1e-5)
     for rows in (slice(0, 1), slice(3, 5), slice(7, 13), slice(7, 16), slice(10, 27), slice(0, 130)):
         assert torch.equal(layer(x[rows]), layer(x)[rows])
@@ -81,6 +87,7 @@ def test_a_copy_follows_new_weights() -> None:
     assert torch.equal(copied(x), in_8_bits(other)(x))
 
 
+@pytest.mark.parametrize("arithmetic", ["int8"], indirect=True)
 @pytest.mark.skipif(not build.supports("avx512"), reason="compares AVX2 with AVX-512; this CPU has not both")
 def test_avx2_and_avx512_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = in_8_bits(packed((300, 70))), torch.randn(40, 300)

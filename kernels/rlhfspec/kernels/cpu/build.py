@@ -1,7 +1,7 @@
 """Building and loading of the C++ kernels: one library for all instruction sets, cached by content.
 
 Every `csrc/*.cpp` is compiled for AVX2 and AVX-512; an exported `name` becomes `name_avx2` and `name_avx512`. Files
-`*_amx`, `*_avx512bf16` and `*_base` (any x86-64) are compiled for that set only. `$RLHFSPEC_CACHE` (default
+`*_amx`, `*_avx512bf16`, `*_avx512vnni` and `*_base` (any x86-64) are compiled for that set only. `$RLHFSPEC_CACHE` (default
 ~/.cache/rlhfspec) holds the library. Without a library, plain torch runs.
 
     RLHFSPEC_NATIVE=0              never use the kernels
@@ -41,6 +41,7 @@ ISA_FLAGS: dict[str, tuple[str, ...]] = {
     "avx512": AVX512_FLAGS,
     "amx": (*AVX512_FLAGS, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
     "avx512bf16": (*AVX512_FLAGS, "-mavx512bf16"),
+    "avx512vnni": (*AVX512_FLAGS, "-mavx512vnni"),
 }
 ISA_FEATURES: dict[str, frozenset[str]] = {  # as /proc/cpuinfo spells them
     "base": frozenset(),
@@ -48,6 +49,7 @@ ISA_FEATURES: dict[str, frozenset[str]] = {  # as /proc/cpuinfo spells them
     "avx512": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "f16c"}),
     "amx": frozenset({"amx_tile", "amx_bf16", "avx512_bf16", "avx512f", "avx512bw", "avx512vl", "avx512dq"}),
     "avx512bf16": frozenset({"avx512_bf16", "avx512f", "avx512bw", "avx512vl", "avx512dq"}),
+    "avx512vnni": frozenset({"avx512_vnni", "avx512f", "avx512bw", "avx512vl", "avx512dq"}),
 }
 GENERAL_ISAS = ("avx512", "avx2")  # best first; every file without an instruction set in its name has both
 

@@ -113,7 +113,7 @@ void gated_mlp_split(const typename P::Activation* acts, const Weights<P>& gate_
     float* partials = scratch.get<float>(segments * padded_rows * width);
     rs_parallel(segments, num_threads, [=](RsItems& items) {
         static thread_local Scratch own;
-        typename P::Activation* hidden = own.get<typename P::Activation>(padded_rows * kHiddenBlock);
+        typename P::Activation* hidden = own.get<typename P::Activation>(padded_rows / P::kRowTile * stride);
         P::begin();
         for (long s; (s = items.take()) >= 0;) {
             float* sums = partials + s * padded_rows * width;
@@ -145,7 +145,7 @@ void gated_mlp_whole(const typename P::Activation* acts, const Weights<P>& gate_
                      const GatedMlp& mlp, float* out, long rows, int num_threads) {
     static thread_local Scratch scratch;
     long padded_k = round_up(down.k, kPadOutputs), stride = P::stride(padded_k);
-    typename P::Activation* hidden = scratch.get<typename P::Activation>(round_up(rows, P::kRowTile) * padded_k);
+    typename P::Activation* hidden = scratch.get<typename P::Activation>(round_up(rows, P::kRowTile) / P::kRowTile * stride);
     rs_parallel(padded_k / kPadOutputs, num_threads, [=](RsItems& items) {
         P::begin();
         for (long item; (item = items.take()) >= 0;) {

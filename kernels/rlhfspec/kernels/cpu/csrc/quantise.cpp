@@ -25,7 +25,7 @@ f32x16 weights_at(const void* packed, int layout, long group, long k, long num_k
 }
 
 // A group of k of 16 outputs: scales that make the largest weight 127, and the nearest whole numbers.
-void quantise_group(const f32x16* weights, uint16_t* scales, int8_t* out) {
+void quantise_group(const f32x16* weights, uint16_t* scales, char* out, bool fours) {
     f32x16 largest = rs_zero();
     for (long k = 0; k < kInt8Group; ++k) largest = rs_max(largest, rs_abs(weights[k]));
     rs_store_bf16(scales, rs_max(rs_mul(largest, rs_set1(1.0f / 126.5f)), rs_set1(1e-30f)));  // rounded, at least / 127
@@ -33,14 +33,17 @@ void quantise_group(const f32x16* weights, uint16_t* scales, int8_t* out) {
     for (long k = 0; k < kInt8Group; ++k) {
         alignas(64) float numbers[kLanes];
         rs_store(numbers, rs_round(rs_mul(weights[k], inverse)));
-        for (long lane = 0; lane < kLanes; ++lane) out[k * 64 + lane] = (int8_t)numbers[lane];
+        for (long lane = 0; lane < kLanes; ++lane) {
+            if (fours) out[k / 4 * 256 + lane * 4 + k % 4] = (char)((int)numbers[lane] + 128);
+            else out[k * 64 + lane] = (char)numbers[lane];
+        }
     }
 }
 
 }  // namespace
 
 // packed: a matrix of padded outputs and k inputs, gate and up as one
-RS_EXPORT void RS_NAME(quantise)(const void* packed, int layout, char* out, long padded_outputs, long k,
+RS_EXPORT void RS_NAME(quantise)(const void* packed, int layout, char* out, long padded_outputs, long k, int fours,
                                  int num_threads) {
     long num_groups = (k + kInt8Group - 1) / kInt8Group;
     rs_parallel_for(padded_outputs / 64, num_threads, [=](long panel) {
@@ -52,7 +55,7 @@ RS_EXPORT void RS_NAME(quantise)(const void* packed, int layout, char* out, long
                     long at = group * kInt8Group + i;
                     weights[i] = at < k ? weights_at(packed, layout, panel * 4 + vector, at, k) : rs_zero();
                 }
-                quantise_group(weights, (uint16_t*)to + vector * kLanes, (int8_t*)to + 128 + vector * kLanes);
+                quantise_group(weights, (uint16_t*)to + vector * kLanes, to + 128 + vector * kLanes * (fours ? 4 : 1), fours);
             }
         }
     });
