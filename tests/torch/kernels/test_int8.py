@@ -9,11 +9,10 @@ from torch.nn import functional
 from twins.gated_mlp import unpacked_weight
 from twins.int8 import activations, quantised, unpacked
 
-from rlhfspec.kernels import linear as kernels
+from rlhfspec.kernels import int8, linear as kernels
 from rlhfspec.kernels.cpu import build
 from rlhfspec.kernels.cpu.packing import empty_packed, pack
 from rlhfspec.kernels.int8 import in_8_bits, requantise
-from rlhfspec.kernels import int8
 from rlhfspec.kernels.linear import PackedGatedMLP, PackedLinear, RowInvariantActivation
 
 FP32, BF16 = torch.float32, torch.bfloat16

@@ -1,8 +1,8 @@
 """Building and loading of the C++ kernels: one library for all instruction sets, cached by content.
 
 Every `csrc/*.cpp` is compiled for AVX2 and AVX-512; an exported `name` becomes `name_avx2` and `name_avx512`. Files
-`*_amx`, `*_avx512bf16`, `*_avx512vnni` and `*_base` (any x86-64) are compiled for that set only. `$RLHFSPEC_CACHE` (default
-~/.cache/rlhfspec) holds the library. Without a library, plain torch runs.
+`*_amx`, `*_avx512bf16`, `*_avx512vnni` and `*_base` (any x86-64) are compiled for that set only. `$RLHFSPEC_CACHE`
+(default ~/.cache/rlhfspec) holds the library. Without a library, plain torch runs.
 
     RLHFSPEC_NATIVE=0              never use the kernels
     RLHFSPEC_KERNEL_LIBRARY=FILE   use this one (container images prebuild: python -m rlhfspec.kernels.cpu.build)
