@@ -1,4 +1,4 @@
-"""The worst drafter: random weights in every step, without effect on tokens."""
+"""The worst drafter: an EAGLE-3 head with random weights in every step, without effect on tokens."""
 
 from typing import Any
 
@@ -9,13 +9,13 @@ from rlhfspec.engine import Engine
 
 
 def noisy(engine: Engine, rng: np.random.Generator) -> Engine:
-    genuine, draft = engine.step, engine.state.draft
-    held = engine.state.student.state_dict()
-    scales = {name: float(tensor.float().std()) or 1.0 for name, tensor in held.items()}
+    genuine = engine.step
+    held = {name: tensor for name, tensor in engine.state.student.state_dict().items() if tensor.is_floating_point()}
+    scales = {name: float(tensor.std()) or 1.0 for name, tensor in held.items()}
 
     def step() -> Any:
         noise = {n: torch.from_numpy(rng.normal(0, scales[n], t.shape)).to(t.dtype) for n, t in held.items()}
-        draft.runner.load_weights(noise)
+        engine.state.eagle.load_weights(noise)
         engine.check_integrity()
         return genuine()
 

@@ -22,7 +22,7 @@ from rlhfspec.engine.base import (
     Request,
 )
 from rlhfspec.engine.config import EngineConfig
-from rlhfspec.engine.distilling.learning import drafter_learning
+from rlhfspec.engine.distilling.learning import DraftLearning
 from rlhfspec.engine.drafting.base import PLAIN, DraftPlan
 from rlhfspec.engine.drafting.tree import accept, index_in_sequence
 from rlhfspec.engine.forward.models import load_state, make_state
@@ -47,7 +47,7 @@ class Engine(Moves):
 
     def __init__(self, state: EngineState) -> None:
         super().__init__(state)
-        self.learning = drafter_learning(state)
+        self.learning = DraftLearning(state) if state.student is not None else None
         if self.learning is not None:
             self.scheduler.watch(self.learning)
         self._undelivered: list[Completion] = []  # for the next step's report

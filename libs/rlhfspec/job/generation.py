@@ -27,7 +27,7 @@ class Speculation(Block):
     )
     learning: Literal["off", "auto", "share"] = Field(
         "off",
-        description="Train the draft model on verified tokens: auto, while that saves time; share, for a share of "
+        description="Train an EAGLE-3 drafter on verified tokens: auto, while that saves time; share, for a share of "
         "generating time, and while the generator is idle.",
     )
     learning_share: Annotated[float, Field(gt=0, le=1)] = Field(

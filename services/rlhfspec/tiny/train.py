@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhfspec.engine.distilling.muon import Muon
 from rlhfspec.tiny import corpus, library, sums
+from rlhfspec.tiny.muon import Muon
 from rlhfspec.tiny.recipe import Recipe
 from rlhfspec.tiny.tokenizer import BOS, EOS, PAD, encode
 
@@ -64,7 +64,7 @@ def _optimizers(model: LlamaForCausalLM, learning_rate: float) -> tuple[torch.op
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
     rest = [p for name, p in model.named_parameters() if p.ndim != 2 or ".layers." not in name]
     return (
-        Muon(matrices, learning_rate, momentum=0.9, weight_decay=0.05, like_adamw=True),
+        Muon(matrices, learning_rate, momentum=0.9, weight_decay=0.05),
         torch.optim.AdamW(rest, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     )
 

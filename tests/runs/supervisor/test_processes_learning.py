@@ -1,6 +1,7 @@
 """A learning drafter changes neither curve nor samples, in one process or many."""
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -8,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from runs import command, samples_of, train
+from runs import command, samples_of, train, write_models
 from scraping import OF_LEARNING, Scraper, names_of
 from started import Started, eventually, hold_rewards
 
+from rlhfspec.engine.distilling.eagle_student import EagleStudent
 from rlhfspec.engine.distilling.learning import DraftLearning
-from rlhfspec.engine.distilling.student import Student
-from rlhfspec.huggingface.loading import load_model
+from rlhfspec.huggingface.heads.eagle import load_head, new_head, save_head
 from rlhfspec.runs.folder.learnt import LEARNT, learnt_lines
+from rlhfspec.tiny import random_model
+from rlhfspec.tiny.tokenizer import VOCAB_SIZE
 from rlhfspec.training.checkpoint.learnt import LEARNT_FILE, read_learnt, write_learnt
 
 LEARNING = (
@@ -25,18 +28,27 @@ LEARNING = (
 )
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("deep")
+    write_models(folder, policy := random_model("llama", seed=0, vocab_size=VOCAB_SIZE, num_layers=8))
+    shutil.rmtree(folder / "drafter")
+    save_head(new_head(policy, 100), folder / "drafter")
+    return folder
+
+
 def test_learning_drafters_do_not_change_the_curve(
     job_file: Path, starting: Callable[..., Started], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = train(job_file, "plain")
     lessons: list[int] = []
-    genuine = Student.learn
+    genuine = EagleStudent.learn
 
-    def learn(self: Student, given: Any) -> float:
+    def learn(self: EagleStudent, given: Any) -> float:
         lessons.append(len(given))
         return genuine(self, given)
 
-    monkeypatch.setattr(Student, "learn", learn)
+    monkeypatch.setattr(EagleStudent, "learn", learn)
     assert train(job_file, "learning", *LEARNING) == plain
     assert samples_of(job_file, "learning") == samples_of(job_file, "plain")
     assert sum(lessons) > 9, "what the first step verified at least"
@@ -85,7 +97,7 @@ def test_a_resumed_run_has_the_same_curve_with_or_without_a_learnt_drafter(
     if found == "whole":
         for words in (["report"], ["export", "--out", str(job_file.parent / "exported")]):
             command(["drafter", words[0], str(job_file.parent / "run"), *words[1:]], 0)
-        load_model(job_file.parent / "exported")
+        load_head(job_file.parent / "exported")
     said = [r.getMessage() for r in caplog.records if "drafter" in r.getMessage() and r.levelname == "WARNING"]
     assert len(said) == (found in ("damaged", "another's")), said
 

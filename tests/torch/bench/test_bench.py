@@ -16,8 +16,6 @@ from rlhfspec.bench import trees
 from rlhfspec.bench.bars import bars_of_generation as bars, bars_of_rebalance
 from rlhfspec.bench.commands import bench
 from rlhfspec.bench.draining.batch import DrainingStep, Trace
-from rlhfspec.bench.drifting import drift, report as drift_report
-from rlhfspec.bench.drifting.drift import DriftResults, DriftSettings, DriftStep, bars_of
 from rlhfspec.bench.generating.results import ResultRow, Results, published
 from rlhfspec.bench.generating.run import BenchSettings, find_vllm_python
 from rlhfspec.bench.generating.scenarios import MAX_CONTEXT, PAIRS, SCENARIO_NAMES, scenarios
@@ -36,10 +34,8 @@ from rlhfspec.bench.stepping.step import Measure, StepBenchmark, StepSettings
 from rlhfspec.bench.worker import WorkerFailed
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
-from rlhfspec.tiny import models as tiny, perturbed, random_model
-from rlhfspec.tiny.tokenizer import VOCAB_SIZE, hugging_face_tokenizer
-from rlhfspec.training.checkpoint.shares import LEARNER
-from rlhfspec.training.checkpoint.store import CheckpointStore
+from rlhfspec.tiny import models as tiny
+from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
 
 FAST = Processor(cpu="x", features=(), num_cores=2, system="", arithmetic="amx")
 SLOW = replace(FAST, arithmetic="fma")
@@ -98,41 +94,6 @@ def test_bars_compare_with_the_best_static_strategy_and_with_vllm() -> None:
     found = {bar.name: bar for bar in bars(Results(machine=FAST, rows=(measured[0], better, *measured[2:])))}
     assert found["adaptive / best static (b)"].holds
     assert found["adaptive / best vLLM (vllm-plain)"].holds
-
-
-def test_drift_is_judged_from_step_15_on_and_learning_over_the_whole_run() -> None:
-    def row(mode: str, step: int, rate: float, spent: float = 0.0) -> DriftStep:
-        rest: Any = {"num_verifications": 100, "cpu_seconds": 1.0, "run_seconds": 2.0}
-        return DriftStep(mode=mode, step=step, num_tokens=round(100 * rate), learning_seconds=spent, **rest)
-
-    steps = range(1, 21)
-    frozen = [row("frozen", step, 4.0 if step < 15 else 3.0) for step in steps]
-    learning = [row("learning", step, 4.0 if step < 15 else 3.6, spent=0.05) for step in steps]
-    gain, share = bars_of(DriftResults(machine=None, rows=(*frozen, *learning)))
-    assert (gain.found.split()[0], gain.holds) == ("1.20", True)
-    assert (share.found, share.holds) == ("2.5%", False)
-    assert bars_of(DriftResults(machine=None, rows=tuple(frozen[:10]))) == ()
-
-
-def test_policies_of_a_run_are_replayed_with_both_drafters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drift, "_PROMPTS", 2)
-    monkeypatch.setattr(drift, "_SAMPLES", 2)
-    policy = random_model("llama", seed=1, vocab_size=VOCAB_SIZE)
-    policy.save_pretrained(tmp_path / "policy")
-    perturbed(policy, 0.3).save_pretrained(tmp_path / "draft")
-    with CheckpointStore(tmp_path / "run" / "checkpoints", keep=3) as store:
-        for step in (1, 2, 3):
-            store.save(step, {LEARNER: {"policy": dict(perturbed(policy, 0.1 * step).state_dict())}})
-    (tmp_path / "run" / "steps.jsonl").write_text('{"seconds": {"step": 5.0}}\n' * 3)
-    models = {"model": str(tmp_path / "policy"), "draft": str(tmp_path / "draft")}
-    settings = DriftSettings(job=tmp_path / "job.yaml", speculation="model-d4", share=0.2, **models)
-    found = DriftResults(machine=None, rows=tuple(drift.replayed(settings, tmp_path / "run", lambda line: None)))
-    frozen, learning = found.of("frozen"), found.of("learning")
-    assert [row.step for row in frozen] == [row.step for row in learning] == [1, 2, 3]
-    assert [row.num_tokens for row in frozen] == [row.num_tokens for row in learning]
-    assert sum(row.learning_seconds for row in learning) > 5 * sum(row.learning_seconds for row in frozen)
-    drift_report.plot(found, tmp_path / "drift.png")
-    assert (tmp_path / "drift.png").stat().st_size > 1000
 
 
 def test_the_best_static_strategy_is_not_picked_after_the_fact() -> None:

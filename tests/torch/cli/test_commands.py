@@ -11,21 +11,20 @@ import torch
 from loads import knowing, moved, skewed
 from places import ROOT
 from runs import command, rlhfspec, write_data, write_models
-from transformers import AutoModelForCausalLM
 from typer.testing import Result
 from views import a_full_view, picture, terminal
 
 from rlhfspec.engine import Engine, SamplingParams
 from rlhfspec.engine.distilling import learning as distilling
-from rlhfspec.engine.distilling.student import Student
-from rlhfspec.huggingface.loading import load_model
+from rlhfspec.engine.distilling.eagle_student import EagleStudent
+from rlhfspec.huggingface.heads.eagle import load_head, new_head, save_head
 from rlhfspec.rebalancer.knowledge import Advice
 from rlhfspec.rebalancer.service import plan_of
 from rlhfspec.runs.folder.moves import MovesFile
 from rlhfspec.telemetry.base import WorkerPlace
 from rlhfspec.telemetry.meters import Meters
 from rlhfspec.telemetry.prometheus import text_of
-from rlhfspec.tiny import perturbed, random_model
+from rlhfspec.tiny import random_model
 from rlhfspec.tiny.tokenizer import VOCAB_SIZE
 
 PROMPTS = [[65, 66, 67], [70, 71]]
@@ -34,17 +33,17 @@ PROMPTS = [[65, 66, 67], [70, 71]]
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(distilling, "LESSON_TOKENS", 64)
-    write_models(tmp_path, policy := random_model("llama", seed=3, vocab_size=VOCAB_SIZE))
-    perturbed(policy, 0.5).save_pretrained(tmp_path / "drafter")
+    write_models(tmp_path, policy := random_model("llama", seed=3, vocab_size=VOCAB_SIZE, num_layers=8))
+    save_head(new_head(policy, 100), tmp_path / "head")
     write_data(tmp_path)
     return tmp_path
 
 
 def train(
-    place: Path, *given: str, model: str = "policy", data: str = "data.jsonl", out: str = "made", drafter: str = "",
+    place: Path, *given: str, model: str = "policy", data: str = "data.jsonl", out: str = "made", drafter: str = "head",
     code: int | None = 0,
 ) -> Result:  # fmt: skip
-    files = ["--data", str(place / data), "--out", str(place / out), "--drafter", drafter or str(place / "drafter")]
+    files = ["--data", str(place / data), "--out", str(place / out), "--drafter", str(place / drafter)]
     small = ["--max-tokens", "24", "--tokens", "300"]
     return command(["drafter", "train", str(place / model), *files, *small, *given], code)
 
@@ -63,32 +62,38 @@ def test_a_drafter_is_made_and_changes_no_token(place: Path) -> None:
     last = result.stdout.splitlines()[-1]
     assert "made: learnt from 3," in last
     assert last.endswith(" tokens a verification")
-    assert load_model(place / "made").config.vocab_size == VOCAB_SIZE
-    assert generated(place, None) == generated(place, place / "drafter") == generated(place, place / "made")
+    assert load_head(place / "made").config.vocab_size == VOCAB_SIZE
+    assert generated(place, None) == generated(place, place / "head") == generated(place, place / "made")
 
 
-def before_each_lesson(monkeypatch: pytest.MonkeyPatch, act: Callable[[Student], object]) -> None:
-    genuine = Student.learn
-    monkeypatch.setattr(Student, "learn", lambda self, lessons: (act(self), genuine(self, lessons))[1])
+@pytest.mark.parametrize("given", [[], ["--shape", "eagle3"]])
+def test_a_drafter_is_made_from_nothing(place: Path, given: list[str]) -> None:
+    files = ["--data", str(place / "data.jsonl"), "--out", str(place / "made"), "--max-tokens", "24"]
+    command(["drafter", "train", str(place / "policy"), *files, "--tokens", "300", *given], 0)
+    assert load_head(place / "made").num_draft_tokens == VOCAB_SIZE // 6
+    assert "eagle3" in command(["drafter", "train", str(place / "policy"), *files, "--shape", "medusa"], 2).output
 
 
-def test_transformers_gives_the_logits_of_the_exported_drafter(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    learnt: list[Student] = []
+def before_each_lesson(monkeypatch: pytest.MonkeyPatch, act: Callable[[EagleStudent], object]) -> None:
+    genuine = EagleStudent.learn
+    monkeypatch.setattr(EagleStudent, "learn", lambda self, lessons: (act(self), genuine(self, lessons))[1])
+
+
+def test_the_saved_drafter_holds_what_was_learnt(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    learnt: list[EagleStudent] = []
     before_each_lesson(monkeypatch, learnt.append)
     train(place)
-    tokens = torch.tensor([[65, 66, 67, 68, 69]])
-    with torch.inference_mode():
-        found = AutoModelForCausalLM.from_pretrained(place / "made")(tokens).logits
-        assert torch.equal(found, learnt[-1].model(tokens).logits)
-        assert not torch.equal(found, load_model(place / "drafter")(tokens).logits)
+    found, first = load_head(place / "made").state_dict(), load_head(place / "head").state_dict()
+    trained = learnt[-1].model.state_dict()
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in found.items())
+    assert not torch.equal(found["fc.weight"], first["fc.weight"])
 
 
 def test_ctrl_c_leaves_a_whole_folder(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before_each_lesson(monkeypatch, lambda _: os.kill(os.getpid(), signal.SIGINT))
     result = train(place, "--tokens", "1000000000", "--seconds", "1000000")
     assert "made: learnt from" in result.stdout
-    load_model(place / "made")
-    assert not list(place.glob(".writing*"))
+    load_head(place / "made")
 
 
 def test_training_a_drafter_stops_at_the_time_limit(place: Path) -> None:
@@ -104,9 +109,10 @@ def test_training_a_drafter_stops_at_the_time_limit(place: Path) -> None:
         ({"data": "rewards.py"}, "rewards.py"),
         ({"model": "none"}, "none"),
         ({"column": "text"}, "--column: "),
-        ({"drafter": "none"}, "none"),
-        ({"drafter": "self"}, "--drafter: is made of the policy and cannot be trained"),
-        ({"drafter": "auto"}, "--drafter: is made of the policy and cannot be trained"),
+        *(
+            ({"drafter": name}, "--drafter: is no EAGLE-3 drafter, and no other learns")
+            for name in ("none", "self", "auto", "drafter")
+        ),
     ],
 )
 def test_wrong_options_of_drafter_train_are_refused_in_one_line(place: Path, given: dict[str, str], said: str) -> None:

@@ -190,7 +190,10 @@ def test_few_long_lessons_are_never_padded_by_many_short_ones() -> None:
 
 def a_lesson(size: int) -> Lesson:
     ids, values = np.zeros((size, 2), np.int32), np.zeros((size, 2), np.float32)
-    return Lesson(tokens=np.zeros(size, np.int32), label_ids=ids, label_log_probs=values, temperature=1.0)
+    states = torch.zeros(size, 1)
+    return Lesson(
+        tokens=np.zeros(size, np.int32), label_ids=ids, label_log_probs=values, temperature=1.0, states=states
+    )
 
 
 def test_a_policy_of_few_layers_is_refused(folder: Path) -> None:

@@ -1,3 +1,4 @@
+import functools
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,12 @@ from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import Engine, make_engine
 from rlhfspec.engine.distilling import learning as distilling
 from rlhfspec.engine.drafting.base import DraftPlan
+from rlhfspec.huggingface.heads.eagle import new_head
+from rlhfspec.testing import engine as contract, movable
 from rlhfspec.testing.engine import EngineContract
 from rlhfspec.testing.movable import MovableWithKVContract
-from rlhfspec.tiny import perturbed
-from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
+from rlhfspec.tiny import perturbed, random_model
+from rlhfspec.tiny.tokenizer import VOCAB_SIZE, hugging_face_tokenizer
 
 pytestmark = pytest.mark.turns(parts=2)
 
@@ -20,14 +23,19 @@ TREE = DraftPlan(drafter="model", depth=4, width=2, branch=3)
 SUFFIX_TREE = DraftPlan(drafter="suffix", depth=4, width=2, branch=2)
 
 
-def make(model: Any, mode: str | DraftPlan, **options: Any) -> Engine:
+def make(model: Any, mode: str | DraftPlan, draft: Any = None, **options: Any) -> Engine:
     config = EngineConfig(max_sequences=8, max_context=96, profile=False, num_threads=1, speculation=mode, **options)
-    return make_engine(model, config, draft=perturbed(model, 0.15), tokenizer=hugging_face_tokenizer())
+    return make_engine(model, config, draft=draft or perturbed(model, 0.15), tokenizer=hugging_face_tokenizer())
+
+
+@functools.cache
+def deep_model() -> Any:
+    return random_model("llama", seed=3, vocab_size=VOCAB_SIZE, num_layers=8, head_dim=32)
 
 
 def learning(model: Any, mode: str | DraftPlan) -> Engine:
     """Return an engine with a drafter that learns between steps and turns to noise."""
-    engine = noisy(make(model, mode, learning=1.0), np.random.default_rng(5))
+    engine = noisy(make(model, mode, new_head(model, 100), learning=1.0), np.random.default_rng(5))
     step = engine.step
 
     def step_and_learn() -> Any:
@@ -44,6 +52,8 @@ def little_is_learnt_from(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lower the thresholds, so that short responses make optimizer steps that reach the drafter."""
     monkeypatch.setattr(distilling, "LESSON_TOKENS", 16)
     monkeypatch.setattr(distilling, "_SWAP_EVERY", 1)
+    for suite in (contract, movable):
+        monkeypatch.setattr(suite, "reference", deep_model)  # a head needs more layers than the suite's model has
 
 
 class TestEngine(EngineContract):

@@ -17,6 +17,7 @@ from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import make_engine
 from rlhfspec.engine.distilling import learning as distilling
 from rlhfspec.engine.drafting.base import DraftPlan
+from rlhfspec.huggingface.heads.eagle import new_head
 from rlhfspec.testing.engine import bits
 from rlhfspec.tiny import perturbed, random_model
 
@@ -29,7 +30,7 @@ MODES: tuple[str | DraftPlan, ...] = ("suffix", "model", "adaptive", TREE, CHAIN
 
 def engine_for(model: Any, *, dtype: str = "float32", draft: Any = None, **options: Any) -> Engine:
     settings_ = {"max_sequences": 8, "max_context": 96, "profile": False, "num_threads": 1, "dtype": dtype} | options
-    draft = perturbed(model, 0.15) if draft is None else draft
+    draft = new_head(model, 40) if draft == "head" else draft or perturbed(model, 0.15)
     return make_engine(copy.deepcopy(model), EngineConfig(**settings_), draft=draft)
 
 
@@ -38,7 +39,11 @@ def model() -> Any:
     return random_model("llama", seed=3, vocab_size=VOCAB)
 
 
-ARMS = {"float32": {}, "bfloat16, and learns": {"dtype": "bfloat16", "learning": 1.0}, "self": {"draft": "self"}}
+ARMS = {
+    "float32": {},
+    "bfloat16, and learns": {"dtype": "bfloat16", "learning": 1.0, "draft": "head"},
+    "self": {"draft": "self"},
+}
 if not DRAFTS_FOR_ITSELF:
     del ARMS["self"]
 
@@ -47,10 +52,18 @@ if not DRAFTS_FOR_ITSELF:
 def pair(request: pytest.FixtureRequest, model: Any) -> Iterator[tuple[Engine, Engine]]:
     """Yield a roomy engine without speculation, and a cramped one for all disturbances."""
     options: dict[str, Any] = ARMS[request.param]
+    if options.get("draft") == "head":
+        model = random_model("llama", seed=3, vocab_size=VOCAB, num_layers=8)
     plain = engine_for(model, dtype=options.get("dtype", "float32"), speculation="off")
     driven = engine_for(model, speculation="adaptive", kv_cache_tokens=352, **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distilling, "LESSON_TOKENS", 64)  # so that a few short responses make an optimizer step
+        if driven.learning is not None:
+            driven.set_speculation(CHAIN)
+            for seed in range(0, 400, 8):  # else it drafts nothing that is accepted
+                driven.generate([[1, 2, 3]] * 8, SamplingParams(max_tokens=40), seeds=range(seed, seed + 8))
+                while driven.learning.learn_while_idle():
+                    pass
         yield plain, driven
 
 

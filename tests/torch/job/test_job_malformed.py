@@ -99,6 +99,10 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
         {"model": {"path": "./model", "drafter": "self"}, "generation.speculation": {"learning": "auto"}},
         "spec.generation.speculation.learning", "model.drafter (self) is made from the policy and cannot be trained",
     ),
+    (
+        {"model": {"path": "./model", "drafter": "./draft"}, "generation.speculation": {"learning": "auto"}},
+        "spec.generation.speculation.learning", "only EAGLE-3 drafters learn: make one with rlhfspec drafter train",
+    ),
     ({"generation.temperature": 0}, "spec.generation.temperature", "must be >= 0.01"),
     ({"generation.temperature": 1e-30}, "spec.generation.temperature", "must be >= 0.01 and <= 100"),
     ({"generation.temperature": -1.0}, "spec.generation.temperature", "must be >= 0.01"),

@@ -18,6 +18,7 @@ from rlhfspec.job.choices.algorithms import ALGORITHMS
 from rlhfspec.job.file import read_job
 from rlhfspec.tiny import MODEL_KINDS, check, models, paths, perturbed, random_model, resolve, sums, widened
 from rlhfspec.tiny.corpus import documents, prompts, token_stream
+from rlhfspec.tiny.muon import Muon
 from rlhfspec.tiny.recipe import DRAFT, RECIPES, SUMS, SUMS_DRAFT, TARGET_RECIPE, WIDE, Recipe
 from rlhfspec.tiny.tokenizer import BOS, EOS, PAD, VOCAB_SIZE, decode, encode, hugging_face_tokenizer
 from rlhfspec.tiny.train import _lessons, _loss, build, train
@@ -64,6 +65,25 @@ def held_out_loss(model: LlamaForCausalLM) -> float:
     tokens = torch.tensor(token_stream(2 * 64, seed=987_654)).view(2, 64)
     with torch.no_grad():
         return float(_loss(model, tokens[:, :-1], tokens[:, 1:], autocast=True))
+
+
+@pytest.mark.parametrize("shape", [(24, 64), (64, 24), (32, 32)])
+def test_muon_steps_like_that_of_torch_up_to_bfloat16(shape: tuple[int, int]) -> None:
+    torch.manual_seed(3)
+    ours = torch.nn.Parameter(torch.randn(shape))
+    theirs = torch.nn.Parameter(ours.detach().clone())
+    mine = Muon([ours], 0.02, momentum=0.9, weight_decay=0.1)
+    twin = torch.optim.Muon([theirs], lr=0.02, momentum=0.9, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for _ in range(4):
+        before = ours.detach().clone()
+        ours.grad = torch.randn(shape)
+        theirs.grad = ours.grad.clone()
+        for optimizer in (mine, twin):
+            optimizer.step()
+        moved = (ours - before).norm()
+        assert (ours - theirs).norm() < 0.02 * moved
+        assert moved > 0
+        theirs.data.copy_(ours.data)
 
 
 def test_training_learns_and_leaves_bfloat16_weights() -> None:

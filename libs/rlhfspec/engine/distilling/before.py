@@ -1,12 +1,10 @@
-"""Training of a drafter before a run, on completions of the policy."""
+"""Training of an EAGLE-3 drafter before a run, on completions of the policy."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import count, islice
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,41 +12,33 @@ import torch
 from rlhfspec.engine.base import LearningReport, Request
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import Engine, make_engine
-from rlhfspec.engine.distilling.eagle_student import EagleStudent
-from rlhfspec.engine.distilling.student import LearningCopy, Student
 from rlhfspec.engine.forward.models import load_drafter
 from rlhfspec.engine.params import SamplingParams
-from rlhfspec.huggingface.heads.eagle import is_eagle, load_head, new_head
-from rlhfspec.huggingface.loading import load_model, load_stored
+from rlhfspec.huggingface.heads.eagle import EagleHead, new_head
+from rlhfspec.huggingface.loading import load_stored
 
 AT_ONCE = 16  # sequences learnt from at a time
 _SAMPLED = 64  # answers whose tokens are counted
 _MOST_DRAFTED, _SHARE_DRAFTED = 32768, 6  # tokens of a new head; its output costs most of its time
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limit:
-    tokens: int
-    seconds: float
-
-
 def distil(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
-    limit: Limit,
     *,
+    tokens: int,
+    seconds: float,
     is_over: Callable[[], bool],
     said: Callable[[LearningReport], object],
 ) -> LearningReport:
     """Alternate between generating completions and training on them, until a limit is reached or `is_over()`."""
-    end = time.monotonic() + limit.seconds
-    waiting = _requests(prompts, params)
-    learning = engine.abilities.learning
+    end = time.monotonic() + seconds
+    waiting, learning = _requests(prompts, params), engine.learning
     assert learning is not None, "the engine's drafter learns"
 
     def goes_on() -> bool:
-        return not is_over() and time.monotonic() < end and learning.report.num_tokens < limit.tokens
+        return not is_over() and time.monotonic() < end and learning.report.num_tokens < tokens
 
     while goes_on():
         if not engine.has_work:
@@ -66,14 +56,14 @@ def begin(
     path: str, drafter: str | None, config: EngineConfig, prompts: Sequence[Sequence[int]], params: SamplingParams,
     *, is_over: Callable[[], bool] = lambda: False,
 ) -> Engine:  # fmt: skip
-    """Return an engine whose drafter learns: the one named, or a new EAGLE-3 head for tokens that answers hold."""
+    """Return an engine whose drafter learns: the one named, or a new one for tokens that answers hold."""
     model = load_stored(path)
     if drafter is not None:
         return make_engine(model, config, draft=load_drafter(drafter, model, field="drafter"))
     weight = model.get_output_embeddings().weight.detach().clone()
     engine = make_engine(model, config, draft=new_head(model, min(_MOST_DRAFTED, len(weight) // _SHARE_DRAFTED)))
     student, eagle = engine.state.student, engine.state.eagle
-    assert isinstance(student, EagleStudent)
+    assert student is not None
     assert eagle is not None
     for request in islice(_requests(prompts, params), _SAMPLED):
         engine.submit(request)
@@ -87,16 +77,9 @@ def begin(
     return engine
 
 
-def student_of(drafter: str) -> LearningCopy:
-    """Load a drafter to take learnt weights."""
-    if is_eagle(drafter):
-        return EagleStudent(load_head(drafter))
-    return Student(load_model(drafter), max_context=1)
-
-
-def drafter_of(engine: Engine) -> Any:
+def drafter_of(engine: Engine) -> EagleHead:
     """Return the trained copy, loaded with the averaged weights that the engine drafts with."""
-    student, learning = engine.state.student, engine.abilities.learning
+    student, learning = engine.state.student, engine.learning
     assert student is not None, "the engine's drafter learns"
     assert learning is not None
     student.model.load_state_dict(learning.learnt().tensors, strict=False)

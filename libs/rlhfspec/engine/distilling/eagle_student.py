@@ -2,38 +2,128 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
 from rlhfspec.engine.distilling.lessons import Lesson
-from rlhfspec.engine.distilling.student import LearningCopy
+from rlhfspec.errors import InvalidRequest
 from rlhfspec.huggingface.heads.eagle import EagleHead
 
 _NEW_RATE, _RATE = 2e-3, 1e-4  # of heads that know nothing, and of others
-_DEPTHS = 3
+_WEIGHTS = (1.0, 0.8, 0.64)  # of the loss, by depth
 _FIXED = ("lm_head.", "embed_tokens.")  # parts that stay as they are
 _NO_CHANCE = -1e4  # log-prob of a token that the head cannot draft
+_WARM_UP_STEPS = 50
+_AVERAGE_DECAY = 0.99  # weight of the old average per optimizer step; less in the first steps
 
 
-class EagleStudent(LearningCopy):
+class EagleStudent:
+    """Copy of a head trained on the target's distribution (KL loss); an average of its recent weights drafts."""
+
     def __init__(self, head: EagleHead, policy: Any = None, device: str = "cpu") -> None:
         """Make the head learn, in float32. Without `policy`, it only takes what was learnt."""
-        head = head.to(device, torch.float32)
+        self.model = head.to(device, torch.float32)
         self._policy = policy
-        learning = {name: each for name, each in head.named_parameters() if not name.startswith(_FIXED)}
-        for parameter in learning.values():
+        self._learning = {name: each for name, each in head.named_parameters() if not name.startswith(_FIXED)}
+        for parameter in self._learning.values():
             parameter.requires_grad_(True)
-        rate = _NEW_RATE if head.is_new else _RATE
-        super().__init__(head, learning, [torch.optim.AdamW(learning.values(), lr=rate, weight_decay=0.0)])
+        self._at_first = {name: p.detach().clone() for name, p in self._learning.items()}
+        self._average = {name: p.detach().clone() for name, p in self._learning.items()}
+        self._num_steps = 0
+        self._rate = _NEW_RATE if head.is_new else _RATE
+        self._optimizer = torch.optim.AdamW(self._learning.values(), lr=self._rate, weight_decay=0.0)
         self._learn_ids()
+
+    def learn(self, lessons: Sequence[Lesson]) -> float:
+        """Take one optimizer step and return the loss before it. A non-finite loss resets to the initial weights."""
+        with torch.enable_grad():
+            loss = self._loss(lessons)
+            loss.backward()  # type: ignore[no-untyped-call]
+        self._num_steps += 1
+        self._optimizer.param_groups[0]["lr"] = self._rate * min(self._num_steps / _WARM_UP_STEPS, 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        value = float(loss.detach())
+        if math.isfinite(value):
+            self._take_into_the_average()
+        else:
+            self._start_over()
+        return value
+
+    @torch.no_grad()
+    def agreement(self, lessons: Sequence[Lesson], *, at_first: bool = False) -> float:
+        """Return the mean overlap of both distributions of the next token, sum of min(p, q)."""
+        with self._drafting(at_first):
+            log_probs, labels = next(self._log_probs(lessons))
+        return float(torch.minimum(log_probs.exp(), labels.exp()).sum(-1).mean())
+
+    def state_dict(self, *, at_first: bool = False) -> dict[str, torch.Tensor]:
+        with self._drafting(at_first):
+            return dict(self.model.state_dict())
+
+    def learnt(self, *, at_first: bool = False) -> dict[str, torch.Tensor]:
+        return {name: tensor.to("cpu", copy=True) for name, tensor in self._drafts_with(at_first).items()}
+
+    @torch.no_grad()
+    def take(self, learnt: Mapping[str, torch.Tensor]) -> None:
+        if learnt.keys() != self._learning.keys():
+            other = min(learnt.keys() ^ self._learning.keys())
+            raise InvalidRequest("drafter", other, "the learnt weights belong to another drafter")
+        for name, parameter in self._learning.items():
+            if learnt[name].shape != parameter.shape or learnt[name].dtype != parameter.dtype:
+                raise InvalidRequest("drafter", name, "the learnt weights belong to another drafter")
+            if not learnt[name].isfinite().all():
+                raise InvalidRequest("drafter", name, "the learnt weights hold NaN or infinity")
+        for name, parameter in self._learning.items():
+            parameter.copy_(learnt[name])
+            self._average[name].copy_(learnt[name])
 
     def draft_with(self, token_ids: Sequence[int], weight: torch.Tensor) -> None:
         """Draft these tokens, whose rows of the policy's output head are `weight`."""
         self.model.take_tokens(token_ids, weight)
         self._learn_ids()
+
+    def _drafts_with(self, at_first: bool) -> dict[str, torch.Tensor]:
+        return self._at_first if at_first else self._average
+
+    def _loss(self, lessons: Sequence[Lesson]) -> torch.Tensor:
+        losses = [
+            (labels.exp() * (labels - log_probs)).sum(-1).mean() for log_probs, labels in self._log_probs(lessons)
+        ]
+        return torch.stack([weight * loss for weight, loss in zip(_WEIGHTS, losses, strict=False)]).sum()
+
+    @torch.no_grad()
+    def _take_into_the_average(self) -> None:
+        kept = min(_AVERAGE_DECAY, self._num_steps / (self._num_steps + 9.0))
+        for name, parameter in self._learning.items():
+            self._average[name].lerp_(parameter, 1.0 - kept)
+
+    @torch.no_grad()
+    def _start_over(self) -> None:
+        for name, parameter in self._learning.items():
+            parameter.copy_(self._at_first[name])
+            self._average[name].copy_(self._at_first[name])
+        self._optimizer.state.clear()
+        self._num_steps = 0
+
+    @contextmanager
+    def _drafting(self, at_first: bool) -> Iterator[None]:
+        """Use the averaged weights (`at_first`: the initial ones) within the block."""
+        drafts_with = self._drafts_with(at_first)
+        self._swap(drafts_with)
+        try:
+            yield
+        finally:
+            self._swap(drafts_with)
+
+    def _swap(self, held: dict[str, torch.Tensor]) -> None:
+        for name, parameter in self._learning.items():
+            parameter.data, held[name] = held[name], parameter.data
 
     def _learn_ids(self) -> None:
         ids = self.model.token_ids
@@ -41,21 +131,21 @@ class EagleStudent(LearningCopy):
         self._draft_ids[ids] = torch.arange(len(ids), device=ids.device)
 
     def _log_probs(self, lessons: Sequence[Lesson]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the head's and the target's log-probs [n, K] of the label tokens, for each depth of the draft."""
         head, device = self.model, self._draft_ids.device
         counts = [lesson.num_labels - 1 for lesson in lessons]  # inputs: a state with a label, and the token after it
         size, width = len(lessons), max(counts)
-        tokens = torch.zeros((size, width + _DEPTHS), dtype=torch.int64)
+        tokens = torch.zeros((size, width + len(_WEIGHTS)), dtype=torch.int64)
         tapped = torch.zeros((size, width, head.fc.in_features))
         for index, (lesson, count) in enumerate(zip(lessons, counts, strict=True)):
-            assert lesson.states is not None, "recorded with states"
-            tokens[index, : count + 1] = torch.from_numpy(lesson.tokens[-count - 1 :].astype(np.int64))
+            tokens[index, : count + 1] = torch.from_numpy(lesson.tokens.astype(np.int64))
             tapped[index, :count] = lesson.states[:count]
         with torch.no_grad():
             embed = head.embed_tokens or self._policy.get_input_embeddings()
             embedded = embed(tokens.to(device)).float()
         states = head.fc(tapped.to(device)).flatten(0, 1)
         earlier: list[tuple[torch.Tensor, torch.Tensor]] = []  # keys and values by depth
-        for depth in range(min(_DEPTHS, width)):
+        for depth in range(min(len(_WEIGHTS), width)):
             places = (torch.arange(width, device=device) + depth).repeat(size)
             residual, x = head.inputs(embedded[:, depth : depth + width].flatten(0, 1), states)
             earlier.append(head.keys_and_values(x, places))

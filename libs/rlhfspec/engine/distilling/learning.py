@@ -13,11 +13,8 @@ from rlhfspec.common.arrays import FloatArray, IntArray
 from rlhfspec.engine.base import Learning, LearningReport, Learnt
 from rlhfspec.engine.distilling.lessons import LONGEST_LESSON, NUM_LABELS, LessonRecorder, LessonRing
 from rlhfspec.engine.distilling.pays import LearningBudget
-from rlhfspec.engine.distilling.student import LearningCopy
-from rlhfspec.engine.forward.eagle_forward import EagleForward
-from rlhfspec.engine.forward.runner import ModelRunner
 from rlhfspec.engine.kv.state import EngineState
-from rlhfspec.engine.scheduling.sequences import RowTable, Sequence
+from rlhfspec.engine.scheduling.sequences import Sequence
 from rlhfspec.engine.scheduling.verify import Committed
 from rlhfspec.job.choices.drafters import DRAFTERS
 
@@ -41,25 +38,15 @@ def next_look(num_steps: int) -> int:
     return num_steps + min(max(num_steps, 2), _EVALUATE_EVERY)
 
 
-def drafter_learning(state: EngineState) -> DraftLearning | None:
-    if state.student is None:
-        return None
-    drafts = state.eagle if state.draft is None else state.draft.runner
-    assert drafts is not None
-    learning = state.config.learning
-    budget = LearningBudget(share=float(learning) if isinstance(learning, float | int) else None)
-    return DraftLearning(state.student, drafts, state.rows, budget)
-
-
 class DraftLearning:
-    """Learning loop that trains `student`, a copy of the drafter, and hands its weights to `drafts`."""
+    """Learning loop that trains `state.student`, a copy of the drafter, and hands its weights to the drafter."""
 
-    def __init__(
-        self, student: LearningCopy, drafts: ModelRunner | EagleForward, rows: RowTable, budget: LearningBudget
-    ) -> None:
-        self._student = student
-        self._drafts = drafts
-        self._rows = rows
+    def __init__(self, state: EngineState) -> None:
+        assert state.student is not None
+        assert state.eagle is not None
+        self._student, self._drafts, self._rows = state.student, state.eagle, state.rows
+        share = state.config.learning
+        self.budget = LearningBudget(share=None if isinstance(share, str) else float(share))
         self._ring = LessonRing(most_tokens=RING_TOKENS, passes=PASSES)
         self._recorder = LessonRecorder(self._ring)
         self._num_steps = 0
@@ -70,7 +57,6 @@ class DraftLearning:
         self._noted: list[tuple[float, IntArray, str | None]] = []  # steps not yet evaluated
         self._noted_seconds = 0.0
         self.version = 0  # tokens that these weights have learnt from, here or elsewhere
-        self.budget = budget
 
     def start(self, sequence: Sequence) -> None:
         began = time.perf_counter()
@@ -97,15 +83,13 @@ class DraftLearning:
         places = [new.places[s, : kept[s]] for s in chosen]
         rows = new.rows[chosen]
         ids, log_probs = _labels(logits, places, [self._temperature(row) for row in rows.tolist()])
-        states = None
-        if isinstance(self._drafts, EagleForward):
-            states = self._drafts.states_of(logit_rows[np.concatenate(places)])
+        states = self._drafts.states_of(logit_rows[np.concatenate(places)])
         first = 0
         for row, place in zip(rows.tolist(), places, strict=True):
             length, last = int(self._rows.lengths[row]), first + len(place)
             self._recorder.note(
                 row, length, ids[first:last], log_probs[first:last], self._rows.tokens[row, :length],
-                None if states is None else states[first:last],
+                states[first:last],
             )  # fmt: skip
             first = last
         self.budget.recorded(seconds=time.perf_counter() - began, num_tokens=first)

@@ -11,19 +11,19 @@ import torch
 from rlhfspec.common.arrays import FloatArray, IntArray
 
 NUM_LABELS = 32  # tokens per label; less likely ones are left out
-LONGEST_LESSON = 256  # labelled tokens in a lesson, and at most as many context tokens
+LONGEST_LESSON = 256  # tokens
 _MAX_RECORDED_ROWS = 16  # sequences recorded at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lesson:
-    """Piece of a sequence whose last n tokens have labels (likeliest target tokens); earlier ones are context."""
+    """Piece of a sequence, with the target's likeliest tokens (labels) in place of each of its tokens."""
 
-    tokens: IntArray  # [T]
-    label_ids: IntArray  # [n, K] the target's likeliest tokens, per labelled token
+    tokens: IntArray  # [n]
+    label_ids: IntArray  # [n, K]
     label_log_probs: FloatArray  # [n, K] under the tempered target
     temperature: float
-    states: torch.Tensor | None = None  # [n, taps * width] of the target's layers where each label was made
+    states: torch.Tensor  # [n, taps * width] of the target's layers where each label was made
 
     @property
     def num_labels(self) -> int:
@@ -34,8 +34,8 @@ class LessonRing:
     """Ring of the newest lessons, each taken up to `passes` times, but only once while the ring is under half full.
 
     >>> ring = LessonRing(most_tokens=4, passes=2)
-    >>> def lesson(n): return Lesson(tokens=np.zeros(n + 1, np.int32), label_ids=np.zeros((n, 2), np.int32),
-    ...     label_log_probs=np.zeros((n, 2), np.float32), temperature=1.0)
+    >>> def lesson(n): return Lesson(tokens=np.zeros(n, np.int32), label_ids=np.zeros((n, 2), np.int32),
+    ...     label_log_probs=np.zeros((n, 2), np.float32), temperature=1.0, states=torch.zeros(n, 1))
     >>> for n in (1, 2, 2):
     ...     ring.add(lesson(n))
     >>> ring.num_tokens, [each.num_labels for each in ring.take(most_tokens=3)], ring.num_fresh
@@ -112,9 +112,8 @@ class LessonRecorder:
             self.rows[row] = _Recording(temperature)
 
     def note(
-        self, row: int, position: int, ids: IntArray, log_probs: FloatArray, tokens: IntArray,
-        states: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self, row: int, position: int, ids: IntArray, log_probs: FloatArray, tokens: IntArray, states: torch.Tensor
+    ) -> None:
         """Add labels [n, K] of a row's tokens from `position` on; `tokens` are those before `position`."""
         recording = self.rows[row]
         if not recording.ids:
@@ -124,8 +123,7 @@ class LessonRecorder:
             recording.start = position
         recording.ids.append(ids)
         recording.log_probs.append(log_probs)
-        if states is not None:
-            recording.states.append(states)
+        recording.states.append(states)
         (self.within.add if recording.num_labels < LONGEST_LESSON else self.within.discard)(row)
 
     def forget(self, row: int, tokens: IntArray) -> bool:
@@ -139,17 +137,16 @@ class LessonRecorder:
 
     def _close(self, recording: _Recording, tokens: IntArray) -> None:
         ids, log_probs = np.concatenate(recording.ids), np.concatenate(recording.log_probs)
-        recording.ids.clear()
-        states = torch.cat(recording.states) if recording.states else None
-        recording.log_probs.clear()
-        recording.states.clear()
-        if states is not None and len(ids) == 1:
+        states = torch.cat(recording.states)
+        for parts in (recording.ids, recording.log_probs, recording.states):
+            parts.clear()
+        if len(ids) == 1:
             return  # a head learns the label after a state and its token
         end = recording.start + len(ids)
         assert end <= len(tokens), "a label without its token"
         self._ring.add(
             Lesson(
-                tokens=tokens[max(recording.start - LONGEST_LESSON, 0) : end].copy(),
-                label_ids=ids, label_log_probs=log_probs, temperature=recording.temperature, states=states,
+                tokens=tokens[recording.start : end].copy(), label_ids=ids, label_log_probs=log_probs,
+                temperature=recording.temperature, states=states,
             )
         )  # fmt: skip

@@ -13,7 +13,6 @@ import torch
 from rlhfspec.common.ranks.group import Ranks
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.distilling.eagle_student import EagleStudent
-from rlhfspec.engine.distilling.student import LearningCopy, Student
 from rlhfspec.engine.forward import constant_shape
 from rlhfspec.engine.forward.eagle_forward import EagleForward, taps_of
 from rlhfspec.engine.forward.few_bits import FewBits, bytes_on_a_device
@@ -24,11 +23,10 @@ from rlhfspec.engine.kv.space import KVSpace, SharedSpace
 from rlhfspec.engine.kv.state import EngineState
 from rlhfspec.errors import InvalidRequest, did_you_mean
 from rlhfspec.huggingface.cutting import cut_of
-from rlhfspec.huggingface.fused.widened import widen
 from rlhfspec.huggingface.heads.eagle import EagleHead, is_eagle, load_head
 from rlhfspec.huggingface.loading import load_stored
 from rlhfspec.huggingface.structure.causal_lm import max_positions, text_config
-from rlhfspec.job.choices.drafters import AUTO, MADE_OF_THE_POLICY, OFF, SELF
+from rlhfspec.job.choices.drafters import AUTO, MADE_OF_THE_POLICY, OFF, ONLY_HEADS_LEARN, SELF
 from rlhfspec.kernels.cpu import build
 from rlhfspec.kernels.linear import arithmetic_for
 from rlhfspec.kernels.malloc import tune_malloc
@@ -65,9 +63,11 @@ def make_state(
         if own == SELF:
             raise InvalidRequest("drafter", own, problem)
         own = None
-    student: LearningCopy | None = _student(draft, config)
-    taps = None if head is None else _taps(head, model, group)
+    if draft is not None and config.learning != OFF:
+        raise InvalidRequest("learning", config.learning, ONLY_HEADS_LEARN)
+    student = taps = None
     if head is not None:  # before the KV takes what is free
+        taps = _taps(head, model, group)
         student = EagleStudent(copy.deepcopy(head), model, config.device) if config.learning != OFF else None
         head = head.to(config.device)
     config, (target, *others) = make_runners(model, config, draft, group, taps, has_few_bits=own is not None)
@@ -108,14 +108,6 @@ def _taps(head: EagleHead, policy: Any, group: Ranks | None) -> Taps:
     if not hasattr(policy.base_model, "layers"):
         raise InvalidRequest("drafter", "EAGLE-3", f"cannot read the layers of a {type(policy).__name__}")
     return taps_of(head, text_config(policy).num_hidden_layers)
-
-
-def _student(draft: Any, config: EngineConfig) -> LearningCopy | None:
-    if draft is None or config.learning == OFF:
-        return None
-    learning = copy.deepcopy(draft).to(config.device)
-    widen(learning.parameters())
-    return Student(learning, max_context=config.max_context)
 
 
 def follow_engine(model: Any, config: EngineConfig, group: Ranks) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from rlhfspec.engine.base import Request
 from rlhfspec.engine.config import EngineConfig
-from rlhfspec.engine.distilling.student import LearningCopy
+from rlhfspec.engine.distilling.eagle_student import EagleStudent
 from rlhfspec.engine.forward.eagle_forward import EagleForward
 from rlhfspec.engine.forward.few_bits import FewBits
 from rlhfspec.engine.kv.cache import BlockPool, Prefix, check_slots
@@ -23,7 +23,7 @@ class EngineState:
     draft: KVSpace | SharedSpace | None = None
     few_bits: FewBits | None = None  # the policy as its own drafter
     eagle: EagleForward | None = None  # an EAGLE-3 drafter
-    student: LearningCopy | None = None  # the drafter's learning copy, if it learns
+    student: EagleStudent | None = None  # the drafter's learning copy, if it learns
     tokenizer: Tokenizer | None = None
     eos_token_ids: tuple[int, ...] = ()
     weights_version: int = 0

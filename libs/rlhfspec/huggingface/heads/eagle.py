@@ -20,8 +20,8 @@ from transformers.utils.hub import cached_file
 from rlhfspec.errors import InvalidRequest, first_line
 from rlhfspec.huggingface.loading import LOAD_ERRORS, refuse_other_weights
 from rlhfspec.huggingface.structure.causal_lm import text_config
+from rlhfspec.job.choices.drafters import EAGLE3, is_eagle3
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output")  # variants of the layer
 _NUM_TAPS = 3
@@ -154,9 +154,8 @@ def _rotary(config: LlamaConfig, dim: int) -> tuple[torch.Tensor, float]:
 
 
 def is_eagle(path: str | Path) -> bool:
-    """Return whether a folder or hub id holds an EAGLE-3 drafter. Early ones call themselves a LlamaForCausalLM."""
-    told = _config_of(path)
-    return ARCHITECTURE in (told.get("architectures") or ()) or "draft_vocab_size" in told
+    """Return whether a folder or hub id holds an EAGLE-3 drafter."""
+    return is_eagle3(_config_of(path))
 
 
 def load_head(path: str | Path, *, target_width: int | None = None, field: str = "drafter") -> EagleHead:
@@ -231,7 +230,7 @@ def save_head(head: EagleHead, out: Path) -> None:
     """Write a drafter's folder, which vLLM and SGLang load too."""
     out.mkdir(parents=True, exist_ok=True)
     config = head.config.to_dict() | {
-        "architectures": [ARCHITECTURE], "model_type": "llama", "tie_word_embeddings": False, "num_hidden_layers": 1,
+        "architectures": [EAGLE3], "model_type": "llama", "tie_word_embeddings": False, "num_hidden_layers": 1,
         "draft_vocab_size": head.num_draft_tokens,
     }  # fmt: skip
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")

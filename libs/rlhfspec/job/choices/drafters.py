@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rlhfspec.job.choices.registry import Entry, Registry
 
@@ -14,6 +15,8 @@ OFF, ADAPTIVE = "off", "adaptive"
 AUTO = "auto"  # as drafter: the policy itself where that pays; as its learning: while that pays
 SELF = "self"  # as drafter: the policy with quantised weights
 MADE_OF_THE_POLICY = (AUTO, SELF)
+EAGLE3 = "LlamaForCausalLMEagle3"
+ONLY_HEADS_LEARN = "only EAGLE-3 drafters learn: make one with rlhfspec drafter train, or set learning to off"
 _DRAFT_MODEL = "model.drafter"
 
 
@@ -66,3 +69,8 @@ SPECULATION_MODES = (OFF, *DRAFTERS.names, ADAPTIVE)
 def may_run_draft_model(mode: str) -> bool:
     """Return whether a generator in this mode may load `model.drafter`."""
     return mode == ADAPTIVE or (mode != OFF and DRAFTERS[mode].runs_draft_model)
+
+
+def is_eagle3(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is an EAGLE-3 drafter's. Early ones call themselves a LlamaForCausalLM."""
+    return EAGLE3 in (config.get("architectures") or ()) or "draft_vocab_size" in config

@@ -13,6 +13,7 @@ from typing import Any
 
 from rlhfspec.errors import InvalidRequest, did_you_mean, nearest
 from rlhfspec.job import RLHFJob
+from rlhfspec.job.choices.drafters import OFF, ONLY_HEADS_LEARN, is_eagle3
 from rlhfspec.job.file.paths import NOT_ROWS, ROW_SUFFIXES, is_local, is_made_here, named_models, resolve
 from rlhfspec.job.file.problems import Finding
 from rlhfspec.job.file.rules.sources import MODULE_MEMBER
@@ -99,6 +100,10 @@ def _check_sizes(job: RLHFJob, base: Path) -> Iterator[Finding]:
         if theirs is not None and ours is not None and theirs != ours:
             problem = f"its vocabulary has {theirs} entries, the model's has {ours}: they must be the same"
             yield Finding(field="spec.model.drafter", value=drafter, problem=problem, depends_on=("spec.model.path",))
+        learning, theirs = job.spec.generation.speculation.learning, _config(drafter, base)
+        if learning != OFF and (theirs or is_made_here(drafter)) and not is_eagle3(theirs):
+            field = "spec.generation.speculation.learning"
+            yield Finding(field=field, value=learning, problem=ONLY_HEADS_LEARN, depends_on=("spec.model.drafter",))
     limit = config.get("max_position_embeddings") or config.get("n_positions")
     if isinstance(limit, int) and 0 < limit <= job.spec.generation.max_tokens:
         problem = f"the model has {limit} positions, and a prompt needs at least one: must be < {limit}"

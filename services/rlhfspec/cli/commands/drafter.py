@@ -4,7 +4,7 @@ import json
 import threading
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.table import Table
@@ -13,7 +13,6 @@ from rlhfspec.cli.problems import exit_on_problems
 from rlhfspec.cli.progress import StatusLine, wide_console
 from rlhfspec.cli.signals import on_signals
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.job.choices.drafters import MADE_OF_THE_POLICY
 
 if TYPE_CHECKING:
     from rlhfspec.runs.folder.learnt import LearntLine
@@ -39,11 +38,10 @@ def train(
     ],
     out: Out,
     drafter: Annotated[
-        str | None, typer.Option("--drafter", help="Drafter to train: folder or hub id.", show_default=False)
+        str | None,
+        typer.Option("--drafter", help="EAGLE-3 drafter to go on from: folder or hub id.  [default: a new one]"),
     ] = None,
-    shape: Annotated[
-        str | None, typer.Option("--shape", help="Train a new drafter instead: eagle3.", show_default=False)
-    ] = None,
+    shape: Annotated[Literal["eagle3"], typer.Option("--shape", help="Kind of drafter.")] = "eagle3",
     column: Annotated[str, typer.Option("--column", help="Column that holds the prompts.")] = "prompt",
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Stop after this many tokens.")] = 500_000,
     seconds: Annotated[float, typer.Option("--seconds", min=0.0, help="Stop after this many seconds.")] = 600.0,
@@ -51,20 +49,17 @@ def train(
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="Sampling temperature.")] = 1.0,
     device: Annotated[str, typer.Option("--device", help="Torch device, such as cpu or cuda.")] = "cpu",
 ) -> None:
-    """Train a drafter on the policy's answers, to use as model.drafter. Ctrl-C ends early and saves what was learnt."""
+    """Train an EAGLE-3 drafter on the policy's answers, for model.drafter. Ctrl-C ends early and saves it."""
     from rlhfspec.engine.config import EngineConfig
-    from rlhfspec.engine.distilling.before import AT_ONCE, Limit, begin, distil, drafter_of
+    from rlhfspec.engine.distilling.before import AT_ONCE, begin, distil, drafter_of
     from rlhfspec.engine.params import SamplingParams
+    from rlhfspec.huggingface.heads.eagle import is_eagle, save_head
 
     over = threading.Event()
     with exit_on_problems(), on_signals(over.set), StatusLine() as status:
         _refuse_taken(out)
-        if drafter in MADE_OF_THE_POLICY:
-            raise InvalidRequest("--drafter", drafter, "is made of the policy and cannot be trained; name a model")
-        if (drafter is None) == (shape is None):
-            raise InvalidRequest("--drafter", drafter, "give either --drafter, to train it, or --shape, for a new one")
-        if shape not in (None, "eagle3"):
-            raise InvalidRequest("--shape", shape, "must be eagle3")
+        if drafter is not None and not is_eagle(drafter):
+            raise InvalidRequest("--drafter", drafter, "is no EAGLE-3 drafter, and no other learns")
         status(f"reading {', '.join(data)}")
         prompts = _prompts(model, data, column)
         status(f"loading {model}")
@@ -79,11 +74,12 @@ def train(
             engine,
             prompts,
             params,
-            Limit(tokens=tokens, seconds=seconds),
+            tokens=tokens,
+            seconds=seconds,
             is_over=over.is_set,
             said=lambda now: status(f"learnt from {now.num_tokens:,} tokens in {now.seconds:.0f} s: {_rates(now)}"),
         )
-        _save(drafter_of(engine), out, model)
+        save_head(drafter_of(engine), out.absolute())
     typer.echo(f"{out}: learnt from {report.num_tokens:,} tokens in {report.seconds:.0f} s: {_rates(report)}")
 
 
@@ -114,7 +110,7 @@ def report(
 
 @app.command()
 def export(run: Run, out: Out) -> None:
-    """Write a run's learnt drafter as a Hugging Face folder, for another run or engine."""
+    """Write a run's learnt drafter as a folder for another run, vLLM or SGLang."""
     from rlhfspec.runs.folder.learnt import LEARNT
     from rlhfspec.runs.folder.run_folder import RunFolder
 
@@ -123,16 +119,17 @@ def export(run: Run, out: Out) -> None:
         if not (run / LEARNT).is_dir() or not folder.job_file.exists():
             raise _nothing_learnt(run)
         _refuse_taken(out)
-        from rlhfspec.engine.distilling.before import student_of
+        from rlhfspec.engine.distilling.eagle_student import EagleStudent
+        from rlhfspec.huggingface.heads.eagle import load_head, save_head
         from rlhfspec.job.file.paths import named_models
         from rlhfspec.training.checkpoint.learnt import read_learnt
 
         found, named = read_learnt(run / LEARNT), named_models(folder.job().spec.model)
         if found is None or "drafter" not in named:
             raise _nothing_learnt(run)
-        student = student_of(named["drafter"])
+        student = EagleStudent(load_head(named["drafter"]))
         student.take(found[1])
-        _save(student.model, out, str(folder.export) if folder.export.exists() else named["path"])
+        save_head(student.model, out.absolute())
     typer.echo(f"{out}: learnt from {found[0]:,} tokens")
 
 
@@ -163,20 +160,6 @@ def _refuse_taken(out: Path) -> None:
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidRequest("--out", str(out), f"cannot be created: {error.strerror}") from None
-
-
-def _save(drafter: Any, out: Path, policy: str) -> None:
-    from rlhfspec.huggingface.heads.eagle import EagleHead, save_head
-    from rlhfspec.job import Model
-    from rlhfspec.training.checkpoint import export_hf
-    from rlhfspec.training.data import load_tokenizer
-
-    out = out.absolute()
-    if isinstance(drafter, EagleHead):
-        return save_head(drafter, out)
-    tokenizer = load_tokenizer(Model(path=policy))
-    state = {name: tensor.detach().cpu() for name, tensor in drafter.state_dict().items()}
-    export_hf(out, state, drafter.config, tokenizer=tokenizer, generation_config=drafter.generation_config)
 
 
 def _rates(report: Any) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlhfspec.bench.commands import drain, drift, moving
+from rlhfspec.bench.commands import drain, moving
 from rlhfspec.bench.commands.options import Draft, JsonFile, Model, Pair, checked, chosen, models, names, numbers, show
 from rlhfspec.cli.progress import StatusLine, wide_console
 
@@ -22,7 +22,6 @@ app = typer.Typer(
     help="Benchmarks of generation, training steps and moves.", no_args_is_help=True, add_completion=False
 )
 app.command()(drain.drain)
-app.command()(drift.drift)
 app.command()(moving.rebalance)
 app.command()(moving.migrate)
 

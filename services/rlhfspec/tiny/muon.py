@@ -13,32 +13,22 @@ _LEAST_NORM = 1e-7
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon optimizer for matrices. `like_adamw` gives learning rates AdamW's scale for any shape."""
+    """Muon optimizer for matrices, with learning rates on AdamW's scale for any shape."""
 
     def __init__(
-        self,
-        matrices: Iterable[torch.nn.Parameter],
-        lr: float,
-        *,
-        momentum: float = 0.95,
-        weight_decay: float = 0.0,
-        like_adamw: bool = False,
+        self, matrices: Iterable[torch.nn.Parameter], lr: float, *, momentum: float, weight_decay: float
     ) -> None:
         super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-        self._like_adamw = like_adamw
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for matrix in group["params"]:
-                if matrix.grad is None:
-                    continue
                 state, rate = self.state[matrix], group["lr"]
                 average = state.setdefault("average", torch.zeros_like(matrix))
                 average.lerp_(matrix.grad, 1 - group["momentum"])
                 direction = orthogonal(matrix.grad.lerp(average, group["momentum"]))
-                rows, columns = matrix.shape
-                scale = 0.2 * math.sqrt(max(rows, columns)) if self._like_adamw else math.sqrt(max(1, rows / columns))
+                scale = 0.2 * math.sqrt(max(matrix.shape))
                 matrix.mul_(1 - rate * group["weight_decay"]).add_(direction, alpha=-rate * scale)
 
 
@@ -51,9 +41,9 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     """
     a, b, c = _COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
-    found = (matrix.T if is_tall else matrix).to(torch.float32 if matrix.device.type == "cpu" else torch.bfloat16)
+    found = matrix.T if is_tall else matrix
     found = found / found.norm().clamp(min=_LEAST_NORM)
     for _ in range(_ITERATIONS):
         square = found @ found.T
         found = torch.addmm(found, torch.addmm(square, square, square, beta=b, alpha=c), found, beta=a)
-    return (found.T if is_tall else found).to(matrix.dtype)
+    return found.T if is_tall else found

@@ -1,1 +1,0 @@
-"""`rlhfspec bench drift`: a trained policy with a frozen and a learning drafter."""
