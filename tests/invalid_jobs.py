@@ -150,15 +150,18 @@ BY_HAND = [
         "spec.training.criticOptimizer",
         "checks",
     ),
-    Wrong({"generation.speculation": {"mode": "model"}}, "spec.generation.speculation.mode"),
-    Wrong({"model.drafter": "self", "generation.engine": {"name": "vllm"}}, "spec.model.drafter"),
-    Wrong({"model.drafter": "self", "roles.generator": {"tensorParallel": 2}}, "spec.model.drafter"),
+    Wrong({"generation.speculation": {"mode": "model"}, "model.drafter": None}, "spec.generation.speculation.mode"),
+    *(
+        Wrong(drafting | elsewhere, "spec.model.drafter")
+        for drafting in ({"model.drafter": "self"}, {"generation.speculation": {"mode": "model"}})
+        for elsewhere in ({"generation.engine": {"name": "vllm"}}, {"roles.generator": {"tensorParallel": 2}})
+    ),
     *(
         Wrong(
             {"generation.speculation": {"learning": "auto"}, "model.drafter": drafter},
             "spec.generation.speculation.learning",
         )
-        for drafter in ("auto", "self")
+        for drafter in ("auto", "self", None)
     ),
     Wrong({"generation.kvCacheTokens": 100}, "spec.generation.kvCacheTokens"),
     Wrong({"generation.stop": ["\n", ""]}, "spec.generation.stop[1]"),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic.alias_generators import to_camel
 
 from rlhfspec.job.block import MOST_SECONDS, Block, Fraction, Mark, Natural, Positive, Rate, WholeSeconds
 from rlhfspec.job.choices.algorithms import ALGORITHMS, AlgorithmEntry
+from rlhfspec.job.choices.drafters import AUTO, NONE
 from rlhfspec.job.choices.engines import ENGINES
 from rlhfspec.job.cluster import (  # fmt: skip
     DEFAULT_MANAGER,
@@ -49,9 +50,9 @@ class Model(Block):
     path: str = Field(min_length=1, description="Policy to train: a Hugging Face folder or hub id of a causal LM.")
     tokenizer: str | None = Field(None, description="Folder or hub id of the tokenizer; null: the policy's own.")
     drafter: Annotated[str | None, Mark.RESUMABLE] = Field(
-        None,
+        AUTO,
         description="Draft model for speculative decoding: a smaller causal LM with the same vocabulary, or an EAGLE-3 "
-        "drafter; self: the policy with quantised weights; auto: self where it makes generation faster.",
+        "drafter; self: the policy with quantised weights; auto: self where it makes generation faster; null: none.",
     )
     reference: str | None = Field(
         None, description="Reference model of the KL; null: the policy as it was at the start."
@@ -63,6 +64,11 @@ class Model(Block):
         "auto", description="Data type of the trainer's weights; auto: float32, so that no small update is lost."
     )
     lora: Lora | None = Field(None, description="Train a LoRA adapter; null: train all weights.")
+
+    @field_validator("drafter", mode="before")
+    @classmethod
+    def _no_drafter(cls, given: Any) -> Any:
+        return None if given == NONE else given
 
 
 class Dataset(Block):

@@ -13,6 +13,9 @@ from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import make_engine
 from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.drafting.cost import TARGET, CostModel, CostTable, draft_kind
+from rlhfspec.engine.forward import models
+from rlhfspec.engine.kv.state import EngineState
+from rlhfspec.engine.scheduling import speculation
 from rlhfspec.engine.scheduling.speculation import Speculator
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.tiny import MODEL_KINDS, perturbed
@@ -107,6 +110,28 @@ def test_auto_drafters_that_do_not_pay_are_dropped(monkeypatch: pytest.MonkeyPat
     for each in (engine, plain):
         each.submit(request("x", max_tokens=60))
     assert bits(drain(engine)["x"]) == bits(drain(plain)["x"])
+
+
+@pytest.mark.parametrize(("level", "pays"), [(0.8, True), (0.96, False)])
+def test_one_row_shows_what_can_never_pay(monkeypatch: pytest.MonkeyPatch, level: float, pays: bool) -> None:
+    measured: list[tuple[bool, bool]] = []
+
+    def measure(state: EngineState, *, only_one_row: bool = False) -> CostModel:
+        measured.append((only_one_row, state.few_bits is not None))
+        seconds = {TARGET: [1.0], draft_kind("model"): [level], draft_kind("model", first=True): [level]}
+        return CostModel({kind: CostTable([1], each) for kind, each in seconds.items()})
+
+    monkeypatch.setattr(speculation, "profile", measure)
+    monkeypatch.setenv("RLHFSPEC_KEPT", "")
+    engine = make(draft="auto", speculation="adaptive", profile=True)
+    assert measured == [(True, True), (False, pays)]
+    assert (engine.state.few_bits is not None) == pays
+
+
+def test_auto_needs_room_for_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "spare_bytes", lambda config, runner: 1000)
+    assert make(draft="auto").state.few_bits is None
+    assert make(draft="self").state.few_bits is not None, "it was asked for"
 
 
 def test_the_self_drafter_shares_all_weights_but_the_matrices() -> None:

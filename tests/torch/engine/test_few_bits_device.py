@@ -167,7 +167,7 @@ def test_exact_mode_keeps_its_tokens_and_drafts_in_any_shape(second: Any) -> Non
 def test_the_cache_leaves_room_for_the_copy(second: Any) -> None:
     room = {"max_sequences": 16, "max_context": 512, "prefill_chunk": 64, "speculation": "off"}
     kv, size = {}, 0
-    for draft in (None, "self"):
+    for draft in (None, "self", "auto"):
         model = random_model("llama", seed=0, head_dim=128, num_layers=4)
         with second.limited(80 << 20):
             engine = engine_on_second(model, draft=draft, **room)
@@ -179,3 +179,5 @@ def test_the_cache_leaves_room_for_the_copy(second: Any) -> None:
             del engine, target
     assert size > 1 << 20
     assert kv[None] - kv["self"] > 0.9 * size, "but for a part of a block"
+    assert kv["auto"] == kv[None], "a copy that nobody asked for takes no room from sequences"
+    assert engine_on_second(MODELS["llama"](), draft="auto").state.few_bits is not None

@@ -97,7 +97,7 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"generation.speculation": {"mode": "modle"}}, "spec.generation.speculation.mode", "did you mean model?"),
     (
         {"model": {"path": "./model", "drafter": "self"}, "generation.speculation": {"learning": "auto"}},
-        "spec.generation.speculation.learning", "model.drafter (self) is made from the policy and cannot be trained",
+        "spec.generation.speculation.learning", "only EAGLE-3 drafters learn: make one with rlhfspec drafter train",
     ),
     (
         {"model": {"path": "./model", "drafter": "./draft"}, "generation.speculation": {"learning": "auto"}},

@@ -16,7 +16,7 @@ from small_job import a_job
 
 from rlhfspec.cluster.crd import custom_resource_definition
 from rlhfspec.errors import InvalidRequest, JobError
-from rlhfspec.job import RLHFJob, Spec
+from rlhfspec.job import Model, RLHFJob, Spec
 from rlhfspec.job.block import Block, Mark, marked
 from rlhfspec.job.choices.algorithms import ALGORITHMS
 from rlhfspec.job.file import read_job, resolve
@@ -243,6 +243,12 @@ def test_the_job_is_frozen(file: Path) -> None:
     job: RLHFJob = read_job(file)
     with pytest.raises(ValueError, match="frozen"):
         job.spec.training.steps = 3  # type: ignore[misc]
+
+
+def test_a_policy_drafts_for_itself_unless_told_otherwise() -> None:
+    drafters = [Model.model_validate({"path": "m", **given}).drafter
+                for given in ({}, {"drafter": None}, {"drafter": "none"}, {"drafter": "./none"})]  # fmt: skip
+    assert drafters == ["auto", None, None, "./none"]
 
 
 @pytest.mark.parametrize("drafter", ["auto", "self"])

@@ -19,6 +19,7 @@ from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.forward.device import FIELD, does_not_fit, free_bytes, gigabytes, is_measured, module_of
 from rlhfspec.engine.forward.runner import ModelRunner
 from rlhfspec.errors import InvalidRequest, first_line
+from rlhfspec.job.file.memory import free_bytes as free_on_the_host
 from rlhfspec.kernels import gumbel
 from rlhfspec.kernels.tree_attention import AttentionMeta
 
@@ -58,6 +59,14 @@ def sized(config: EngineConfig, runners: Sequence[ModelRunner], group: Ranks | N
     for runner in runners:
         runner.hold(num_blocks)
     return config.holding(num_blocks)
+
+
+def spare_bytes(config: EngineConfig, runner: ModelRunner) -> int:
+    """Return the memory that the runner's weights, KV and forwards leave."""
+    device = torch.device(config.device)
+    if not is_measured(device):
+        return free_on_the_host() - runner.bytes_per_position * config.num_blocks * config.block_size
+    return free_bytes(device, config.gpu_memory_fraction) - _FORWARDS * _forward_bytes(runner, config)
 
 
 @torch.inference_mode()

@@ -17,7 +17,7 @@ from rlhfspec.engine.forward import constant_shape
 from rlhfspec.engine.forward.eagle_forward import EagleForward, taps_of
 from rlhfspec.engine.forward.few_bits import FewBits, bytes_on_a_device
 from rlhfspec.engine.forward.led import Others, follow
-from rlhfspec.engine.forward.memory import least, sized
+from rlhfspec.engine.forward.memory import least, sized, spare_bytes
 from rlhfspec.engine.forward.runner import ModelRunner, RunnerConfig, Taps
 from rlhfspec.engine.kv.space import KVSpace, SharedSpace
 from rlhfspec.engine.kv.state import EngineState
@@ -26,7 +26,7 @@ from rlhfspec.huggingface.cutting import cut_of
 from rlhfspec.huggingface.heads.eagle import EagleHead, is_eagle, load_head
 from rlhfspec.huggingface.loading import load_stored
 from rlhfspec.huggingface.structure.causal_lm import max_positions, text_config
-from rlhfspec.job.choices.drafters import AUTO, MADE_OF_THE_POLICY, OFF, ONLY_HEADS_LEARN, SELF
+from rlhfspec.job.choices.drafters import ADAPTIVE, AUTO, MADE_OF_THE_POLICY, OFF, ONLY_HEADS_LEARN, SELF
 from rlhfspec.kernels.cpu import build
 from rlhfspec.kernels.linear import arithmetic_for
 from rlhfspec.kernels.malloc import tune_malloc
@@ -65,17 +65,26 @@ def make_state(
         own = None
     if draft is not None and config.learning != OFF:
         raise InvalidRequest("learning", config.learning, ONLY_HEADS_LEARN)
-    student = taps = None
+    student: EagleStudent | None = None
+    taps: Taps | None = None
     if head is not None:  # before the KV takes what is free
         taps = _taps(head, model, group)
         student = EagleStudent(copy.deepcopy(head), model, config.device) if config.learning != OFF else None
         head = head.to(config.device)
-    config, (target, *others) = make_runners(model, config, draft, group, taps, has_few_bits=own is not None)
+    num_weights = sum(parameter.numel() for parameter in model.parameters())
+    config, (target, *others) = make_runners(model, config, draft, group, taps, has_few_bits=own == SELF)
+    if own == AUTO:
+        num_bytes = num_weights if config.device.startswith("cpu") else bytes_on_a_device(model)
+        if num_bytes > spare_bytes(config, target):
+            log.info("self-drafting is off: the policy's quantised copy does not fit into the memory")
+            own = None
     cut = cut_of(model)
     if group is not None and cut is not None:
         target.others = Others(group, cut)
     space = KVSpace(target, config)
-    few_bits = FewBits(target, is_optional=own == AUTO) if own is not None else None
+    few_bits = None
+    if own is not None:
+        few_bits = FewBits(target, is_optional=own == AUTO and config.speculation == ADAPTIVE)
     shared = SharedSpace(space, few_bits.runner) if few_bits is not None else None
     state = EngineState(
         config=config,

@@ -28,11 +28,12 @@ _SHORT_CONTEXT, _LONG_CONTEXT = 16, 256  # tokens per row; the difference gives 
 _GUESSED_STEP, _GUESSED_ROW = 4e-3, 1e-4  # seconds
 
 
-def profile(state: EngineState) -> CostModel:
+def profile(state: EngineState, *, only_one_row: bool = False) -> CostModel:
+    """Measure the cost tables. `only_one_row`: of one row in short contexts, as if others were free."""
     assert not state.by_row, "profiling writes over the cache"
     limit = max(4 * state.config.max_sequences, 16)
-    grid = [rows for rows in ROW_GRID if rows <= limit]
-    long_context = min(_LONG_CONTEXT, state.config.max_context)
+    grid = [rows for rows in ROW_GRID if rows <= (1 if only_one_row else limit)]
+    long_context = 0 if only_one_row else min(_LONG_CONTEXT, state.config.max_context)
 
     def measure(kind: str, rows: int, kv_tokens: int) -> float:
         if kind != TARGET and state.eagle is not None:

@@ -71,8 +71,7 @@ class Speculator:
         if not self.costs.tables and speculation != OFF:
             if self._may_profile:
                 self.costs = self._profile()
-                if speculation == ADAPTIVE:
-                    self._go_without_what_cannot_pay()
+                self._go_without_what_cannot_pay(self.costs)
             else:
                 self.costs = unmeasured()
         if speculation not in self._selectors:
@@ -89,14 +88,18 @@ class Speculator:
     def _may_profile(self) -> bool:
         return self.state.config.profile and not self.state.by_row
 
-    def _go_without_what_cannot_pay(self) -> None:
+    def _go_without_what_cannot_pay(self, costs: CostModel) -> None:
         few_bits = self.state.few_bits
-        if few_bits is not None and few_bits.is_optional and not _pays(self.costs, few_bits.expected_acceptance):
+        if few_bits is not None and few_bits.is_optional and not _pays(costs, few_bits.expected_acceptance):
             log.info("self-drafting is off: the policy's quantised copy is not fast enough on this machine")
             self.state.draft = self.state.few_bits = None
             self.drafters = _drafters(self.state)
 
     def _profile(self) -> CostModel:
+        self.scheduler.drop_kv()
+        few_bits = self.state.few_bits
+        if few_bits is not None and few_bits.is_optional:  # one row shows what can never pay
+            self._go_without_what_cannot_pay(profile(self.state, only_one_row=True))
         config, runners = self.state.config, [space.runner for space in self.state.spaces]
         key = kept.key_of(
             "costs", [runner.architecture for runner in runners], self.state.few_bits is not None,
@@ -105,7 +108,6 @@ class Speculator:
         )  # fmt: skip
         if (found := kept.read(key)) is not None:
             return CostModel({kind: CostTable(**table) for kind, table in found.items()})
-        self.scheduler.drop_kv()
         costs = profile(self.state)
         kept.write(key, {kind: table.to_dict() for kind, table in costs.tables.items()})
         for runner in runners:

@@ -14,6 +14,7 @@ from rlhfspec.job.choices.registry import Entry, Registry
 OFF, ADAPTIVE = "off", "adaptive"
 AUTO = "auto"  # as drafter: the policy itself where that pays; as its learning: while that pays
 SELF = "self"  # as drafter: the policy with quantised weights
+NONE = "none"  # as drafter: null
 MADE_OF_THE_POLICY = (AUTO, SELF)
 EAGLE3 = "LlamaForCausalLMEagle3"
 ONLY_HEADS_LEARN = "only EAGLE-3 drafters learn: make one with rlhfspec drafter train, or set learning to off"

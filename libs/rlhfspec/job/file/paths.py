@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfspec.job import Model, RLHFJob
-from rlhfspec.job.choices.drafters import MADE_OF_THE_POLICY
+from rlhfspec.job.choices.drafters import MADE_OF_THE_POLICY, NONE
 from rlhfspec.job.rewards import ModelSource
 
 MADE_HERE = re.compile(r"tiny:|reasoning-gym:|smollm2$")  # models and data made on this machine (`rlhfspec.tiny`)
@@ -50,7 +50,7 @@ def named_models(model: Model | Mapping[str, Any]) -> dict[str, Any]:
     {'path': './policy'}
     """
     given = dict(model)
-    if given.get("drafter") in MADE_OF_THE_POLICY:
+    if given.get("drafter") in (*MADE_OF_THE_POLICY, NONE):
         del given["drafter"]
     return {name: given[name] for name in _MODEL_FIELDS if given.get(name) is not None}
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rlhfspec.job import Spec
 from rlhfspec.job.choices import CHOICES
 from rlhfspec.job.choices.algorithms import ALGORITHMS
-from rlhfspec.job.choices.drafters import MADE_OF_THE_POLICY, OFF, SELF
+from rlhfspec.job.choices.drafters import AUTO, MADE_OF_THE_POLICY, OFF, ONLY_HEADS_LEARN
 from rlhfspec.job.choices.engines import ENGINES
 from rlhfspec.job.file.problems import Finding
 from rlhfspec.job.file.rules.condition import fields_of, info_of, value_at, value_of
@@ -179,15 +179,20 @@ _OF_EXACT_ON_POLICY = tuple(
     )
 )
 
+_NEEDS_NO_COPY = (
+    f"model.drafter is None or model.drafter not in {MADE_OF_THE_POLICY} or "
+    f"(model.drafter == '{AUTO}' and generation.speculation.mode != 'model')"
+)
+
 _OF_GENERATORS = (
     JobRule(
         "generation.speculation.learning",
-        f"generation.speculation.learning == '{OFF}' or model.drafter is None or "
-        f"model.drafter not in {MADE_OF_THE_POLICY}",
-        "model.drafter ({model.drafter}) is made from the policy and cannot be trained: must be off",
+        f"generation.speculation.learning == '{OFF}' or "
+        f"(model.drafter is not None and model.drafter not in {MADE_OF_THE_POLICY})",
+        ONLY_HEADS_LEARN,
     ),
     *(
-        JobRule("model.drafter", f"model.drafter is None or model.drafter != '{SELF}' or {holds}", problem)
+        JobRule("model.drafter", f"{_NEEDS_NO_COPY} or {holds}", problem)
         for holds, problem in (
             ("generation.engine.name == 'own'", "self needs the engine own: name a model, or use that engine"),
             (
