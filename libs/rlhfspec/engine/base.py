@@ -13,7 +13,7 @@ from rlhfspec.common.arrays import FloatArray, IntArray
 from rlhfspec.engine.params import SamplingParams, plain
 
 if TYPE_CHECKING:
-    from rlhfspec.messages.records.models import ModelReport
+    from rlhfspec.messages.records.models import Drafting, ModelReport
 
 MOST_RANGE_BYTES = 4 << 20  # of one range, which takes about a millisecond to copy between two steps
 Bytes = npt.NDArray[np.uint8]
@@ -128,20 +128,18 @@ class EngineStats:
     num_moves: int = 0  # sequences taken over from other engines
     num_recomputed_tokens: int = 0  # tokens of moved sequences whose KV was recomputed here
     expert_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # per expert, by layer
+    drafting: tuple[Drafting, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningReport:
-    """Cost and benefit of training a drafter online. `tokens_*` are None until it has drafted."""
+    """Cost and benefit of training a drafter online."""
 
     num_tokens: int = 0  # learnt from, counting every use
     seconds: float = 0.0  # spent on learning
     saved_seconds: float = 0.0  # saved in steps, compared with the drafter at the start; an estimate
-    tokens_before: float | None = None  # per verification, before the drafter had learnt anything
-    tokens_now: float | None = None
-    agreement_before: float | None = None  # overlap with the policy on unseen text, as the drafter was at the start
-    agreement_now: float | None = None
-    num_accepted: tuple[int, ...] = ()  # verifications in which 0, 1, 2, ... drafted tokens were accepted
+    law_before: tuple[float, ...] = ()  # drafts of the policy's choice on unseen text, by depth, as it was at the start
+    law_now: tuple[float, ...] = ()
     version: int = 0  # tokens learnt from, here or in the engine it was taken from
 
 

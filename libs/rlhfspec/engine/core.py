@@ -216,6 +216,7 @@ class Engine(Moves):
             num_moves=self.num_imported,
             num_recomputed_tokens=self.num_recomputed,
             expert_rows=self.state.target.runner.expert_load.rows(),
+            drafting=self.speculation.drafting(),
         )
 
     def extend(

@@ -128,13 +128,18 @@ class Meters:
             self._counts["generator_prefill_tokens", _labels(place, how=how)] = count
         if load.accepted_per_verification is not None:
             self._set("generator_accepted_per_verification", load.accepted_per_verification, place)
-        if load.tokens_before_learning is not None or load.drafter_version:
+        for each in load.drafting:
+            drafter = {"drafter": each.drafter}
+            self._set("generator_tokens_per_verification", each.tokens_per_verification, place, **drafter)
+            self._set("generator_draft_saved_seconds", each.saved_seconds, place, **drafter)
+            if each.level_share is not None:
+                self._set("generator_draft_level_share", each.level_share, place, **drafter)
+            for depth, share in enumerate(each.acceptance, 1):
+                self._set("generator_draft_acceptance", share, place, **drafter, depth=str(depth))
+        if load.drafter_version:
             self._set("generator_learning_seconds", load.learning_seconds, place, how="spent")
             self._set("generator_learning_seconds", load.saved_seconds, place, how="saved")
             self._set("generator_drafter_version", load.drafter_version, place)
-            for when, tokens in (("before", load.tokens_before_learning), ("now", load.tokens_while_learning)):
-                if tokens is not None:
-                    self._set("generator_tokens_per_verification", tokens, place, when=when)
         if load.strategy:  # the strategy of most recent steps
             self._counts["generator_strategies", _labels(place, strategy=load.strategy)] += 1
 

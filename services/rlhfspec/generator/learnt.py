@@ -125,7 +125,7 @@ class LearntSharing:
         if report == noted:
             return
         self._noted = report
-        before = (*noted.num_accepted, *[0] * len(report.num_accepted))
+        drafting = next((each for each in self._engine.stats().drafting if each.drafter == "model"), None)
         line = LearntLine(
             generator=self._name,
             unix_seconds=time.time(),
@@ -134,7 +134,10 @@ class LearntSharing:
             num_tokens=report.num_tokens - noted.num_tokens,
             seconds=report.seconds - noted.seconds,
             saved_seconds=report.saved_seconds - noted.saved_seconds,
-            num_accepted=tuple(now - then for now, then in zip(report.num_accepted, before, strict=False)),
+            law=report.law_now,
+            acceptance=drafting.acceptance if drafting else (),
+            level_share=drafting.level_share if drafting else None,
+            tokens_per_verification=drafting.tokens_per_verification if drafting else None,
         )
         try:
             await self._thread.in_thread(append_learnt_line, self._folder, line)

@@ -120,6 +120,7 @@ class LoadMeter:
             num_free_tokens=stats.num_free_tokens,
             num_prefilled=stats.num_prefill_tokens,
             num_found=stats.num_found_tokens,
+            drafting=stats.drafting,
             **_learning(self._engine.abilities.learning),
             sample_ids=tuple(sequence.id for sequence in sequences),
             num_generated=tuple(sequence.num_generated for sequence in sequences),
@@ -154,6 +155,4 @@ def _learning(learning: Learning | None) -> dict[str, Any]:
         "learning_seconds": report.seconds,
         "drafter_version": report.version,
         "saved_seconds": report.saved_seconds,
-        "tokens_before_learning": report.tokens_before,
-        "tokens_while_learning": report.tokens_now,
     }

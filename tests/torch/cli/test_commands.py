@@ -61,7 +61,7 @@ def test_a_drafter_is_made_and_changes_no_token(place: Path) -> None:
     result = train(place, "--tokens", "3000")
     last = result.stdout.splitlines()[-1]
     assert "made: learnt from 3," in last
-    assert last.endswith(" tokens a verification")
+    assert last.endswith(" by depth, on unseen answers")
     assert load_head(place / "made").config.vocab_size == VOCAB_SIZE
     assert generated(place, None) == generated(place, place / "head") == generated(place, place / "made")
 

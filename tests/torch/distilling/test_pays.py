@@ -61,7 +61,7 @@ def seconds_of(job: Job, budget: LearningBudget | None) -> float:
             budget.spent(seconds=job.lesson, num_tokens=LESSON_TOKENS)
             clock, learnt, lessons = clock + job.lesson, learnt + LESSON_TOKENS, lessons + 1
             if lessons == look:
-                budget.agreed(first, now)
+                budget.agreed((first,), (now,))
                 look, is_better = next_look(lessons), now > first
     return clock
 

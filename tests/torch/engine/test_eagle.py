@@ -215,7 +215,8 @@ def test_a_new_head_learns_and_changes_no_bit(policy: Any, tmp_path: Path, monke
         while engine.abilities.learning.learn_while_idle():
             pass
     report = engine.abilities.learning.report
-    assert report.agreement_now > report.agreement_before + 0.05
+    assert report.law_now[0] > report.law_before[0] + 0.05
+    assert len(report.law_now) == 3, "of each depth"
     assert generated(engine) == generated(make(policy, None))
     save_head(drafter_of(engine), tmp_path / "learnt")
     again = load_head(tmp_path / "learnt", target_width=policy.config.hidden_size)

@@ -51,6 +51,24 @@ def test_a_model_that_drafts_for_itself_keeps_the_bits_of_plain_decoding(kind: s
         assert num_steps < 60 * (0.35 if plan is CHAIN else 0.6), "most drafts are accepted"
 
 
+def test_the_effect_of_drafts_is_counted() -> None:
+    engine = make(draft="self", speculation=CHAIN, profile=True)
+    assert engine.stats().drafting == ()
+    for number in range(4):
+        engine.submit(request(str(number), seed=number, max_tokens=60))
+    done = drain(engine)
+    [told] = engine.stats().drafting
+    assert told.drafter == "model"
+    assert len(told.acceptance) == 3
+    assert min(told.acceptance) > 0.8
+    assert told.level_share is not None
+    assert 0 < told.level_share < 10
+    first_ones = sum(each.stats.num_verifications for each in done.values()) - told.num_verifications
+    assert 0 <= first_ones <= 4, "a prompt's token is not drafted"
+    assert told.tokens_per_verification > 2.5
+    assert np.isfinite(told.saved_seconds)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_self_drafter_follows_new_weights_of_the_policy(dtype: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "rlhfspec.engine.forward.few_bits")
@@ -130,7 +148,7 @@ def test_one_row_shows_what_can_never_pay(monkeypatch: pytest.MonkeyPatch, level
 
 def test_auto_needs_room_for_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "spare_bytes", lambda config, runner: 1000)
-    assert make(draft="auto").state.few_bits is None
+    assert make(draft="auto", speculation="adaptive").state.few_bits is None
     assert make(draft="self").state.few_bits is not None, "it was asked for"
 
 

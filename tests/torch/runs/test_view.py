@@ -19,6 +19,7 @@ from views import Hand, a_full_view, a_view, load, picture, process, tell, termi
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.messages.records import Load
 from rlhfspec.messages.records.metrics import StepMetrics, example_step
+from rlhfspec.messages.records.models import Drafting
 from rlhfspec.runs.folder.run_folder import RunFolder
 from rlhfspec.runs.view.progress import RunProgress
 from rlhfspec.runs.view.summary import summarize
@@ -26,6 +27,9 @@ from rlhfspec.runs.view.text import histogram, sparkline, visible
 from rlhfspec.runs.view.view import print_line, step_line
 from rlhfspec.training.checkpoint import CheckpointStore
 
+DRAFTING = Drafting(
+    drafter="model", acceptance=(0.95, 0.9), level_share=0.42, num_verifications=100, num_tokens=282, saved_seconds=8.0
+)
 HOSTILE = "\x1b[2J\x1b]0;owned\x07 \x9b31m \x00 \x08\x08 \r \u202e \u2028 \u2029 [red]not markup[/red] :smile: \ud800"
 
 
@@ -233,28 +237,29 @@ def test_speeds_of_generators_add_up() -> None:
     assert any("300" in line for line in picture(view, console))
 
 
-def test_what_a_drafter_learnt_is_shown_where_one_learns() -> None:
+def test_drafters_are_shown_by_law_and_by_cost() -> None:
     view, _ = a_view(console := terminal())
     view.step(example_step(step=1))
     tell(view, load("g0"))
     assert not any("drafter" in line for line in picture(view, console))
-    told = replace(load("g0"), learning_seconds=12.0, tokens_while_learning=2.82, drafter_version=36864)
-    tell(view, replace(told, tokens_before_learning=2.4))
-    [line] = [line for line in picture(view, console) if "drafter" in line]
-    assert "12.0     s learning  2.40 -> 2.82 tokens a verification, at 36k" in line
+    told = replace(load("g0"), drafting=(DRAFTING, replace(DRAFTING, drafter="suffix", num_verifications=1)))
     tell(view, told)
     [line] = [line for line in picture(view, console) if "drafter" in line]
-    assert "12.0     s learning  2.82 tokens a verification, at 36k" in line
+    assert "16.0     s saved  2.82 a verification  law .95 .90  level .42" in line
+    assert not any("learnt" in line for line in picture(view, console))
+    tell(view, replace(told, learning_seconds=12.0, drafter_version=36864))
+    [line] = [line for line in picture(view, console) if "learnt" in line]
+    assert "12.0     s learning, at 36k" in line
 
 
 def test_how_old_a_drafter_is_is_shown_once_it_was_seen_to_learn() -> None:
     view, _ = a_view(console := terminal())
     view.step(example_step(step=1))
-    told = replace(load("g0"), tokens_while_learning=2.82, drafter_version=4000, weights_version=3)
+    told = replace(load("g0"), drafter_version=4000, weights_version=3)
 
     def shown(*loads: Load) -> str:
         tell(view, *loads)
-        [line] = [line for line in picture(view, console) if "drafter" in line]
+        [line] = [line for line in picture(view, console) if "learnt" in line]
         return line
 
     assert "at 4k" in shown(told)

@@ -43,7 +43,7 @@ class Learner(FakeEngine):
 
     @property
     def report(self) -> LearningReport:
-        return LearningReport(version=self.version, num_tokens=self.version, seconds=0.5, num_accepted=(3, 2))
+        return LearningReport(version=self.version, num_tokens=self.version, seconds=0.5, law_now=(0.4, 0.3))
 
     def learn_while_idle(self) -> bool:
         if not self.left:
@@ -227,8 +227,8 @@ async def test_the_cost_and_gain_of_learning_are_written_to_the_run(tmp_path: Pa
         place.running[0][1].state.news.set()
         await until(lambda: not engine.left, "it has learnt again")
     first, last = learnt_lines(tmp_path)
-    assert (first.weights_version, first.num_accepted) == (0, (3, 2))
-    assert (last.weights_version, last.num_accepted) == (1, (0, 0)), "since the line before"
+    assert (first.weights_version, first.law) == (0, (0.4, 0.3))
+    assert (last.weights_version, last.seconds) == (1, 0.0), "since the line before"
     assert first.num_tokens + last.num_tokens == last.version == 400
 
 

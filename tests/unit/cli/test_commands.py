@@ -210,11 +210,12 @@ def test_the_simulation_is_calibrated_by_the_traces_of_a_run(tmp_path: Path) -> 
     assert found["median_error"] < 0.05
 
 
-def a_line(generator: int, weights_version: int, *num_accepted: int) -> LearntLine:
+def a_line(generator: int, weights_version: int, *law: float) -> LearntLine:
     return LearntLine(
         generator=f"generator-{generator}", unix_seconds=100.0 * weights_version + generator,
-        weights_version=weights_version, version=512 * (weights_version + 1), num_tokens=512, seconds=1.5,
-        saved_seconds=4.0, num_accepted=num_accepted,
+        weights_version=weights_version, version=512 * (weights_version + 1) + generator, num_tokens=512, seconds=1.5,
+        saved_seconds=4.0, law=law, acceptance=law[:1], level_share=0.07 if law else None,
+        tokens_per_verification=1.6 if law else None,
     )  # fmt: skip
 
 
@@ -222,13 +223,13 @@ def report(run: Path, *options: str) -> str:
     return rlhfspec("drafter", "report", run, *options)
 
 
-def test_drafter_report_shows_acceptance_by_depth_and_cost(tmp_path: Path) -> None:
-    for line in (a_line(0, 0, 2, 2), a_line(1, 0, 0, 0, 4), a_line(0, 1, 0, 0, 0, 0, 8)):
+def test_drafter_report_shows_acceptance_by_law_and_cost(tmp_path: Path) -> None:
+    for line in (a_line(0, 0), a_line(1, 0, 0.41, 0.39, 0.38), a_line(0, 1)):
         append_learnt_line(tmp_path, line)
     output = report(tmp_path)
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines() if "│" in line]
-    first = ["0", "512", "3.0", "8.0", "2.25", "75%", "50%", *["0%"] * 4]
-    assert rows == [first, ["1", "1,024", "1.5", "4.0", "5.00", *["100%"] * 4, "0%", "0%"]]
+    first = ["0", "513", "3.0", "8.0", ".41 .39 .38", ".41", ".07", "1.60"]
+    assert rows == [first, ["1", "1,024", "1.5", "4.0", "-", "-", "-", "-"]]
     assert "learning took 4.5 s of generator time and saved an estimated 12.0 s" in output
 
 
@@ -249,10 +250,10 @@ def test_drafter_report_of_many_steps_shows_some_and_the_last(tmp_path: Path) ->
 
 
 def test_drafter_report_json_prints_the_lines(tmp_path: Path) -> None:
-    append_learnt_line(tmp_path, a_line(3, 2, 5, 1))
+    append_learnt_line(tmp_path, a_line(3, 2, 0.5, 0.25))
     [found] = map(json.loads, report(tmp_path, "--json").splitlines())
     assert found["generator"] == "generator-3"
-    assert found["num_accepted"] == [5, 1]
+    assert found["law"] == [0.5, 0.25]
 
 
 def test_a_torn_learnt_line_is_skipped(tmp_path: Path) -> None:

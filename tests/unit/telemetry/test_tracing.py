@@ -17,6 +17,7 @@ from views import Hand
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.messages.records import EvaluationReport, Load, Prompt, Sample, Score, ScoringStage, StepReport, Weights
 from rlhfspec.messages.records.metrics import example_step
+from rlhfspec.messages.records.models import Drafting
 from rlhfspec.messages.transport.clock import FakeClock
 from rlhfspec.messages.transport.memory import MemoryTransport
 from rlhfspec.stage.bus import Bus
@@ -37,8 +38,12 @@ WEIGHTS = Weights(id="sums/weights/3", job="sums", version=3, role="policy", uri
 LOAD = Load(
     id="sums/load", job="sums", generator="generator-0", step=3, num_running=5, num_waiting=2, num_finished=1,
     num_tokens=9, tokens_per_second=120.5, accepted_per_verification=1.75, strategy="suffix", num_prefilled=40,
-    num_found=600, learning_seconds=1.5, saved_seconds=4.0, tokens_before_learning=2.4, tokens_while_learning=3.1,
-    drafter_version=4096,
+    num_found=600, learning_seconds=1.5, saved_seconds=4.0, drafter_version=4096, drafting=(
+        Drafting(
+            drafter="model", acceptance=(0.9, 0.8), level_share=0.25, num_verifications=10, num_tokens=31,
+            saved_seconds=6.5,
+        ),
+    ),
 )  # fmt: skip
 STAGES = ("prompts", "generator", "reward", "reference", "trainer")
 SPANS = ("prompt", "generation", "reward", "reference", "training")
@@ -361,8 +366,11 @@ def test_meters_count_published_and_received_records() -> None:
         'rlhfspec_generator_learning_seconds{how="spent",stage="generator",worker="1"}': 1.5,
         'rlhfspec_generator_learning_seconds{how="saved",stage="generator",worker="1"}': 4.0,
         'rlhfspec_generator_drafter_version{stage="generator",worker="1"}': 4096.0,
-        'rlhfspec_generator_tokens_per_verification{stage="generator",when="before",worker="1"}': 2.4,
-        'rlhfspec_generator_tokens_per_verification{stage="generator",when="now",worker="1"}': 3.1,
+        'rlhfspec_generator_tokens_per_verification{drafter="model",stage="generator",worker="1"}': 3.1,
+        'rlhfspec_generator_draft_saved_seconds{drafter="model",stage="generator",worker="1"}': 6.5,
+        'rlhfspec_generator_draft_level_share{drafter="model",stage="generator",worker="1"}': 0.25,
+        'rlhfspec_generator_draft_acceptance{depth="1",drafter="model",stage="generator",worker="1"}': 0.9,
+        'rlhfspec_generator_draft_acceptance{depth="2",drafter="model",stage="generator",worker="1"}': 0.8,
         f'rlhfspec_records_ended_total{{how="term",{told}}}': 0.0,
         'rlhfspec_reconnects_total{server="nats"}': 1.0,
         'rlhfspec_reconnects_total{server="redis"}': 0.0,

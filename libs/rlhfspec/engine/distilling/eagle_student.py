@@ -18,6 +18,7 @@ _NEW_RATE, _RATE = 2e-3, 1e-4  # of heads that know nothing, and of others
 _WEIGHTS = (1.0, 0.8, 0.64)  # of the loss, by depth
 _FIXED = ("lm_head.", "embed_tokens.")  # parts that stay as they are
 _NO_CHANCE = -1e4  # log-prob of a token that the head cannot draft
+_LEAST_CHANCE = 1e-30
 _WARM_UP_STEPS = 50
 _AVERAGE_DECAY = 0.99  # weight of the old average per optimizer step; less in the first steps
 
@@ -56,11 +57,10 @@ class EagleStudent:
         return value
 
     @torch.no_grad()
-    def agreement(self, lessons: Sequence[Lesson], *, at_first: bool = False) -> float:
-        """Return the mean overlap of both distributions of the next token, sum of min(p, q)."""
+    def law(self, lessons: Sequence[Lesson], *, at_first: bool = False) -> tuple[float, ...]:
+        """Return the chance that head and target choose the same token under the same noise, by depth."""
         with self._drafting(at_first):
-            log_probs, labels = next(self._log_probs(lessons))
-        return float(torch.minimum(log_probs.exp(), labels.exp()).sum(-1).mean())
+            return tuple(float(chance_of_law(*pair).mean()) for pair in self._log_probs(lessons))
 
     def state_dict(self, *, at_first: bool = False) -> dict[str, torch.Tensor]:
         with self._drafting(at_first):
@@ -166,6 +166,19 @@ class EagleStudent:
         log_probs = (logits / torch.from_numpy(each).to(device)[:, None]).log_softmax(-1).gather(-1, draft_ids.clamp(0))
         is_known = draft_ids >= 0
         return log_probs.where(is_known, _NO_CHANCE), labels.to(device).where(is_known, _NO_CHANCE)
+
+
+def chance_of_law(log_probs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the chances [n] that noisy argmaxes agree, of distributions whose likeliest tokens [n, K] are given.
+
+    >>> both = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log()
+    >>> chance_of_law(both, torch.tensor([[0.5, 0.5], [0.1, 0.9]]).log()).round(decimals=3)
+    tensor([1.0000, 0.2000])
+    """
+    p, q = labels.exp().clamp(_LEAST_CHANCE), log_probs.exp().clamp(_LEAST_CHANCE)
+    others = torch.maximum(p[:, None] / p[:, :, None], q[:, None] / q[:, :, None]).sum(-1)
+    rest = ((1 - each.sum(-1, keepdim=True)).clamp(0) / each for each in (p, q))
+    return (1 / sum(rest, others)).sum(-1)
 
 
 def _attend(query: torch.Tensor, earlier: list[tuple[torch.Tensor, torch.Tensor]], size: int) -> torch.Tensor:

@@ -136,9 +136,9 @@ class DraftLearning:
             self.budget.spent(seconds=time.perf_counter() - began, num_tokens=0, idle=idle)
             return False
         if are_fresh and self._num_steps >= self._next_look:
-            at_first, now = self._student.agreement(lessons, at_first=True), self._student.agreement(lessons)
+            at_first, now = self._student.law(lessons, at_first=True), self._student.law(lessons)
             self.budget.agreed(at_first, now)
-            self._is_better = now > at_first
+            self._is_better = now[0] > at_first[0]
             self._next_look = next_look(self._num_steps)
         self._student.learn(lessons)
         self._num_steps += 1
@@ -175,7 +175,6 @@ class DraftLearning:
         self._look()
         self.version, self._num_unseen, self._is_better = learnt.version, 0, True
         self._hand_over()
-        self.budget.took()
         return True
 
     def _swap(self) -> None:

@@ -47,7 +47,7 @@ class Decile:
 
 class _Book:
     def __init__(self, num_rows: int) -> None:
-        self.trials, self.hits = np.zeros(_CELLS), np.zeros(_CELLS)
+        self.trials, self.hits, self.accepted = np.zeros(_CELLS), np.zeros(_CELLS), np.zeros(_CELLS)
         self.deciles = np.zeros((3, 10))  # sums by decile of prediction: count, predicted, real
         self.mean_shift = 0.0
         self.shift = np.zeros(num_rows)
@@ -65,6 +65,7 @@ class _Book:
     def count(self, cell: Indices, predicted: Floats, of_table: Floats, real: Floats, kept: float) -> None:
         self.trials = self.trials * kept + np.bincount(cell, minlength=_CELLS)
         self.hits = self.hits * kept + np.bincount(cell, real - predicted + of_table, _CELLS)
+        self.accepted = self.accepted * kept + np.bincount(cell, real, _CELLS)
         tenth = (predicted * 10.0).astype(np.int64)
         self.deciles = self.deciles * kept + tuple(np.bincount(tenth, sums, 10) for sums in (None, predicted, real))
 
@@ -80,6 +81,7 @@ class _Book:
         kept = min(1.0, _TRIALS_AFTER_RESET / max(float(self.trials.sum()), 1.0))
         self.trials *= kept
         self.hits *= kept
+        self.accepted *= kept
         self.deciles[:] = 0.0
         self.mean_shift = 0.0
         self.shift[:] = 0.0
@@ -152,6 +154,13 @@ class AcceptanceModel:
     def reset(self) -> None:
         for book in self._books.values():
             book.forget_counts()
+
+    def by_depth(self, drafter: str) -> tuple[float, ...]:
+        """Return the share of best candidates that the target chose, at depth 1, 2, and deeper."""
+        book = self._book(drafter)
+        shape = (_DEPTHS, _RANKS, _BUCKETS)
+        trials, accepted = (counts.reshape(shape)[:, 0].sum(axis=1) for counts in (book.trials, book.accepted))
+        return tuple((accepted[trials > 0.5] / trials[trials > 0.5]).tolist())
 
     def calibration(self) -> tuple[Decile, ...]:
         return tuple(

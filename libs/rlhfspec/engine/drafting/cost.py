@@ -158,6 +158,11 @@ class CostModel:
     def owed_seconds(self, num_prefill_rows: int) -> float:
         return self.table(TARGET).seconds(num_prefill_rows) if num_prefill_rows else 0.0
 
+    def level_share(self, drafter: str, num_rows: int) -> float | None:
+        """Return the cost of one more level over that of a verification, or None if the drafter has no levels."""
+        level = self.tables.get(draft_kind(drafter))
+        return None if level is None else level.seconds(num_rows) / self.table(TARGET).seconds(num_rows)
+
     def catch_up_seconds(self, drafter: str, num_sequences: int, num_unseen: int) -> float:
         table = self.table(draft_kind(drafter, first=True))
         return table.seconds(num_sequences + num_unseen) - table.seconds(num_sequences)

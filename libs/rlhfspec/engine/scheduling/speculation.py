@@ -38,6 +38,7 @@ from rlhfspec.engine.scheduling.sequences import Sequence
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.huggingface.devices import name_of
 from rlhfspec.job.choices.drafters import ADAPTIVE, DRAFTERS, OFF
+from rlhfspec.messages.records.models import Drafting
 
 log = logging.getLogger(__name__)
 _DEEPEST = 16  # of the drafts by which `drafter: auto` decides
@@ -65,6 +66,8 @@ class Speculator:
         self.used: list[Drafter] = []
         self.selector: Selector = FixedSelector(PLAIN)
         self._selectors: dict[str | DraftPlan, Selector] = {}  # one per mode, which keeps what it learnt
+        self._num_rows = 1  # of the last batch
+        self._totals: dict[str, tuple[int, int, float]] = {}  # by drafter: verifications, tokens, seconds saved
 
     def choose(self, speculation: str | DraftPlan) -> None:
         """Switch to a mode: off, adaptive, a drafter's name, a static strategy's name, or a DraftPlan."""
@@ -150,8 +153,8 @@ class Speculator:
         if not batch.size:
             return
         lengths = self.state.rows.lengths[batch.rows]
-        for drafter in self.used:
-            drafter.observe(batch, lengths)
+        for each in self.used:
+            each.observe(batch, lengths)
         outcome = DraftOutcome(
             plan=proposal.plan, state=proposal.state, forest=proposal.forest,
             reached=walk.reached, accepted=walk.accepted,
@@ -159,6 +162,26 @@ class Speculator:
             draft_seconds=proposal.seconds, verify_seconds=verify_seconds, step_seconds=step_seconds,
         )  # fmt: skip
         self.selector.observe(outcome)
+        self._num_rows, drafter = batch.size, proposal.plan.drafter
+        if drafter is not None:
+            owed = proposal.state.num_prefill_rows
+            plain = self.costs.plain_seconds(batch.size, owed, proposal.state.kv_tokens) * num_committed / batch.size
+            more = batch.size, num_committed, plain + self.costs.owed_seconds(owed) - step_seconds
+            before = self._totals.get(drafter, (0, 0, 0.0))
+            self._totals[drafter] = before[0] + more[0], before[1] + more[1], before[2] + more[2]
+
+    def drafting(self) -> tuple[Drafting, ...]:
+        return tuple(
+            Drafting(
+                drafter=name,
+                acceptance=self.acceptance.by_depth(name),
+                level_share=self.costs.level_share(name, self._num_rows),
+                num_verifications=num_verifications,
+                num_tokens=num_tokens,
+                saved_seconds=saved_seconds,
+            )
+            for name, (num_verifications, num_tokens, saved_seconds) in self._totals.items()
+        )
 
     def batch(self, decode_rows: IntArray) -> DraftBatch:
         rows = self.state.rows

@@ -13,7 +13,7 @@ from typing import Literal
 
 from rlhfspec.messages.records.evaluations import Evaluation
 from rlhfspec.messages.records.metrics import StepMetrics
-from rlhfspec.messages.records.models import ModelReport
+from rlhfspec.messages.records.models import Drafting, ModelReport
 
 ScoringStage = Literal["reward", "reference", "critic"]
 Role = Literal["policy", "critic", "drafter"]
@@ -209,9 +209,8 @@ class Load:
     num_found: int = 0  # tokens not prefilled because their KV was cached
     learning_seconds: float = 0.0  # spent on drafter learning since start
     saved_seconds: float = 0.0  # by learning; an estimate
-    tokens_before_learning: float | None = None  # per verification with drafts; None: it never drafted before it learnt
-    tokens_while_learning: float | None = None  # recently; None also if the drafter does not learn
     drafter_version: int = 0  # tokens that its drafter has learnt from, here or elsewhere
+    drafting: tuple[Drafting, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

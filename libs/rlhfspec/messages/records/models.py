@@ -1,3 +1,5 @@
+"""Reports on models and drafters."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -20,3 +22,19 @@ class ModelReport:
     seconds: float
     dtype: str = ""  # of the weights, and of the computation if it differs; "" in older releases
     prefill: str = ""  # the prefill kernel on a device, and why it is not FlashAttention; "" on a CPU
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafting:
+    """Result of drafting with one drafter since its engine started."""
+
+    drafter: str
+    acceptance: tuple[float, ...]  # share of best drafts that were the policy's choice, at depth 1, 2, and deeper
+    level_share: float | None  # cost of one more level, over that of a verification; None: it drafts in one go
+    num_verifications: int
+    num_tokens: int  # that these verifications gave
+    saved_seconds: float  # compared with plain decoding; an estimate
+
+    @property
+    def tokens_per_verification(self) -> float:
+        return self.num_tokens / max(self.num_verifications, 1)

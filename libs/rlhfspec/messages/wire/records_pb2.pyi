@@ -231,7 +231,7 @@ class Demand(_message.Message):
     def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., step: _Optional[int] = ..., round: _Optional[int] = ..., num_prompts: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("id", "job", "generator", "step", "num_running", "num_waiting", "num_finished", "num_tokens", "tokens_per_second", "accepted_per_verification", "strategy", "worker", "incarnation", "host", "weights_version", "is_leaving", "step_seconds", "sequence_seconds", "prefill_seconds", "prefill_tokens", "num_free_rows", "num_free_tokens", "sample_ids", "num_generated", "num_held", "num_prefilled", "num_found", "learning_seconds", "saved_seconds", "tokens_before_learning", "tokens_while_learning", "drafter_version")
+    __slots__ = ("id", "job", "generator", "step", "num_running", "num_waiting", "num_finished", "num_tokens", "tokens_per_second", "accepted_per_verification", "strategy", "worker", "incarnation", "host", "weights_version", "is_leaving", "step_seconds", "sequence_seconds", "prefill_seconds", "prefill_tokens", "num_free_rows", "num_free_tokens", "sample_ids", "num_generated", "num_held", "num_prefilled", "num_found", "learning_seconds", "saved_seconds", "drafter_version", "drafting")
     ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     GENERATOR_FIELD_NUMBER: _ClassVar[int]
@@ -261,9 +261,8 @@ class Load(_message.Message):
     NUM_FOUND_FIELD_NUMBER: _ClassVar[int]
     LEARNING_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SAVED_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_BEFORE_LEARNING_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_WHILE_LEARNING_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    DRAFTING_FIELD_NUMBER: _ClassVar[int]
     id: str
     job: str
     generator: str
@@ -293,10 +292,25 @@ class Load(_message.Message):
     num_found: int
     learning_seconds: float
     saved_seconds: float
-    tokens_before_learning: float
-    tokens_while_learning: float
     drafter_version: int
-    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., generator: _Optional[str] = ..., step: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., accepted_per_verification: _Optional[float] = ..., strategy: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[str] = ..., host: _Optional[str] = ..., weights_version: _Optional[int] = ..., is_leaving: _Optional[bool] = ..., step_seconds: _Optional[float] = ..., sequence_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., prefill_tokens: _Optional[int] = ..., num_free_rows: _Optional[int] = ..., num_free_tokens: _Optional[int] = ..., sample_ids: _Optional[_Iterable[str]] = ..., num_generated: _Optional[_Iterable[int]] = ..., num_held: _Optional[_Iterable[int]] = ..., num_prefilled: _Optional[int] = ..., num_found: _Optional[int] = ..., learning_seconds: _Optional[float] = ..., saved_seconds: _Optional[float] = ..., tokens_before_learning: _Optional[float] = ..., tokens_while_learning: _Optional[float] = ..., drafter_version: _Optional[int] = ...) -> None: ...
+    drafting: _containers.RepeatedCompositeFieldContainer[Drafting]
+    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., generator: _Optional[str] = ..., step: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., accepted_per_verification: _Optional[float] = ..., strategy: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[str] = ..., host: _Optional[str] = ..., weights_version: _Optional[int] = ..., is_leaving: _Optional[bool] = ..., step_seconds: _Optional[float] = ..., sequence_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., prefill_tokens: _Optional[int] = ..., num_free_rows: _Optional[int] = ..., num_free_tokens: _Optional[int] = ..., sample_ids: _Optional[_Iterable[str]] = ..., num_generated: _Optional[_Iterable[int]] = ..., num_held: _Optional[_Iterable[int]] = ..., num_prefilled: _Optional[int] = ..., num_found: _Optional[int] = ..., learning_seconds: _Optional[float] = ..., saved_seconds: _Optional[float] = ..., drafter_version: _Optional[int] = ..., drafting: _Optional[_Iterable[_Union[Drafting, _Mapping]]] = ...) -> None: ...
+
+class Drafting(_message.Message):
+    __slots__ = ("drafter", "acceptance", "level_share", "num_verifications", "num_tokens", "saved_seconds")
+    DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
+    LEVEL_SHARE_FIELD_NUMBER: _ClassVar[int]
+    NUM_VERIFICATIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAVED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    drafter: str
+    acceptance: _containers.RepeatedScalarFieldContainer[float]
+    level_share: float
+    num_verifications: int
+    num_tokens: int
+    saved_seconds: float
+    def __init__(self, drafter: _Optional[str] = ..., acceptance: _Optional[_Iterable[float]] = ..., level_share: _Optional[float] = ..., num_verifications: _Optional[int] = ..., num_tokens: _Optional[int] = ..., saved_seconds: _Optional[float] = ...) -> None: ...
 
 class Move(_message.Message):
     __slots__ = ("id", "job", "sample_id", "source", "destination", "gain_seconds", "reason")

@@ -19,10 +19,13 @@ class LearntLine:
     unix_seconds: float
     weights_version: int
     version: int  # of the drafter, at the end of the period
-    num_tokens: int  # learnt from in this period, like all following numbers
-    seconds: float
-    saved_seconds: float
-    num_accepted: tuple[int, ...]  # number of verifications with 0, 1, 2, ... accepted tokens
+    num_tokens: int  # learnt from in this period
+    seconds: float  # of learning, in this period
+    saved_seconds: float  # by learning, in this period
+    law: tuple[float, ...]  # on text not yet learnt from, by depth
+    acceptance: tuple[float, ...]  # of drafts, by depth
+    level_share: float | None  # cost of a level, over that of a verification
+    tokens_per_verification: float | None  # with drafts
 
 
 def append_learnt_line(run_folder: Path, line: LearntLine) -> None:
@@ -36,7 +39,8 @@ def learnt_lines(run_folder: Path) -> Iterator[LearntLine]:
         for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 content: dict[str, Any] = json.loads(text)
-                found.append(LearntLine(**content | {"num_accepted": tuple(content["num_accepted"])}))
+                tuples = {name: tuple(content[name]) for name in ("law", "acceptance")}
+                found.append(LearntLine(**content | tuples))
             except (ValueError, TypeError, KeyError):
                 continue
     yield from sorted(found, key=lambda line: line.unix_seconds)

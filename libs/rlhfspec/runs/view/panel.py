@@ -16,7 +16,18 @@ from rlhfspec.messages.records.metrics import StepMetrics
 from rlhfspec.runs.view.learning_signs import warning_of
 from rlhfspec.runs.view.progress import RunProgress
 from rlhfspec.runs.view.roster import ProcessState
-from rlhfspec.runs.view.text import bar, duration, estimates, histogram, number, one_line, signed, sparkline, visible
+from rlhfspec.runs.view.text import (
+    bar,
+    duration,
+    estimates,
+    histogram,
+    number,
+    one_line,
+    shares,
+    signed,
+    sparkline,
+    visible,
+)
 
 WIDEST = 110
 _LABEL_WIDTH = 10
@@ -77,8 +88,10 @@ def _metrics(progress: RunProgress, width: int) -> Iterator[Text]:
     yield _row("length", _lengths(last))
     yield _row("loss", _losses(last))
     yield _row("speed", _speed_of_loads(progress) if progress.loads else _speed_of_step(last))
-    if learnt := _learning(progress):
-        yield _row("drafter", learnt)
+    if drafting := _drafting(progress):
+        yield _row("drafter", drafting)
+    if learning := _learning(progress):
+        yield _row("learnt", learning)
     yield _row("log-probs", _agreement(last))
     if progress.moves or progress.why_moved:
         yield _row("moves", _moves(progress))
@@ -148,16 +161,25 @@ def _speed_of_loads(progress: RunProgress) -> Text:
     return _speed(sum(load.tokens_per_second for load in loads), accepted, busiest.strategy)
 
 
-def _learning(progress: RunProgress) -> Text | None:
+def _drafting(progress: RunProgress) -> Text | None:
     busiest = max(progress.loads, key=lambda load: load.num_running, default=None)
-    if busiest is None or busiest.tokens_while_learning is None:
+    if busiest is None or not busiest.drafting:
         return None
-    text = Text(f"{sum(load.learning_seconds for load in progress.loads):<9.1f}").append("s learning  ", "dim")
-    before = busiest.tokens_before_learning  # None: it began with weights from others
-    text.append(f"{'' if before is None else f'{before:.2f} -> '}{busiest.tokens_while_learning:.2f}", "bold")
-    age = progress.drafter_age
-    what = f"age {age}" if age else f"at {busiest.drafter_version // 1000}k"
-    return text.append(f" tokens a verification, {what}", "dim")
+    used = max(busiest.drafting, key=lambda drafting: drafting.num_verifications)
+    saved = sum(each.saved_seconds for load in progress.loads for each in load.drafting)
+    text = Text(f"{saved:<9.1f}").append("s saved  ", "dim").append(f"{used.tokens_per_verification:.2f}", "bold")
+    text.append(" a verification  law ", "dim").append(shares(used.acceptance))
+    if used.level_share is not None:
+        text.append("  level ", "dim").append(shares([used.level_share]))
+    return text
+
+
+def _learning(progress: RunProgress) -> Text | None:
+    version = max((load.drafter_version for load in progress.loads), default=0)
+    if not version:
+        return None
+    age = f"age {progress.drafter_age}" if progress.drafter_age else f"at {version // 1000}k"
+    return Text(f"{sum(load.learning_seconds for load in progress.loads):<9.1f}").append(f"s learning, {age}", "dim")
 
 
 def _speed_of_step(last: StepMetrics) -> Text:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -80,6 +80,15 @@ def estimates(kl: Mapping[str, float]) -> str:
     'k1 -0.00125, k3 0.000500'
     """
     return ", ".join(f"{name} {number(value)}" for name, value in kl.items())
+
+
+def shares(values: Iterable[float]) -> str:
+    """Format shares.
+
+    >>> shares([0.954, 1.0])
+    '.95 1.00'
+    """
+    return " ".join(f"{value:.2f}".removeprefix("0") for value in values)
 
 
 def signed(value: float) -> str:

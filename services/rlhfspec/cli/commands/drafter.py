@@ -4,7 +4,7 @@ import json
 import threading
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.table import Table
@@ -13,14 +13,15 @@ from rlhfspec.cli.problems import exit_on_problems
 from rlhfspec.cli.progress import StatusLine, wide_console
 from rlhfspec.cli.signals import on_signals
 from rlhfspec.errors import InvalidRequest
+from rlhfspec.runs.view.text import shares
 
 if TYPE_CHECKING:
+    from rlhfspec.engine.base import LearningReport
     from rlhfspec.runs.folder.learnt import LearntLine
 
 app = typer.Typer(help="Train drafters, report what they learnt, and export them.", no_args_is_help=True)
 Out = Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Folder to write.", show_default=False)]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)]
-_SHOWN_DEPTHS = (1, 2, 3, 4, 6, 8)
 _MAX_TABLE_ROWS = 20
 
 
@@ -77,17 +78,17 @@ def train(
             tokens=tokens,
             seconds=seconds,
             is_over=over.is_set,
-            said=lambda now: status(f"learnt from {now.num_tokens:,} tokens in {now.seconds:.0f} s: {_rates(now)}"),
+            said=lambda now: status(f"learnt from {now.num_tokens:,} tokens in {now.seconds:.0f} s: {_law(now)}"),
         )
         save_head(drafter_of(engine), out.absolute())
-    typer.echo(f"{out}: learnt from {report.num_tokens:,} tokens in {report.seconds:.0f} s: {_rates(report)}")
+    typer.echo(f"{out}: learnt from {report.num_tokens:,} tokens in {report.seconds:.0f} s: {_law(report)}")
 
 
 @app.command()
 def report(
     run: Run, as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per recorded line.")] = False
 ) -> None:
-    """Show what a run's drafters learnt: acceptance by step and depth, time spent and time saved."""
+    """Show what a run's drafters learnt: acceptance by depth, cost of a level, time spent and time saved."""
     from rlhfspec.runs.folder.learnt import learnt_lines
 
     with exit_on_problems():
@@ -162,42 +163,29 @@ def _refuse_taken(out: Path) -> None:
         raise InvalidRequest("--out", str(out), f"cannot be created: {error.strerror}") from None
 
 
-def _rates(report: Any) -> str:
-    def said(tokens: float | None) -> str:
-        return "-" if tokens is None else f"{tokens:.2f}"
-
-    before, now = said(report.agreement_before), said(report.agreement_now)
-    tokens = f"{said(report.tokens_before)} -> {said(report.tokens_now)} tokens a verification"
-    return f"agreement {before} -> {now} on unseen answers, {tokens}"
+def _law(report: LearningReport) -> str:
+    return f"law {shares(report.law_before) or '-'} -> {shares(report.law_now) or '-'} by depth, on unseen answers"
 
 
 def _table(lines: list[LearntLine]) -> Table:
+    """Return a row per version of the policy: sums over generators, and shares of the drafter that learnt most."""
     table = Table()
-    for title in ("policy", "learnt from", "seconds", "saved", "tokens a verification", *map(str, _SHOWN_DEPTHS)):
-        table.add_column(f"accepted at {title}" if title == "1" else title, justify="right")
+    for title in ("policy", "learnt from", "seconds", "saved", "law by depth", "accepted", "level", "a verification"):
+        table.add_column(title, justify="right")
     versions = sorted({line.weights_version for line in lines})
     every = -(-len(versions) // _MAX_TABLE_ROWS)
     for version in versions[::-1][::every][::-1]:
         of_version = [line for line in lines if line.weights_version == version]
+        newest = max(of_version, key=lambda line: line.version)
+        tokens = newest.tokens_per_verification
         table.add_row(
             str(version),
-            f"{max(line.version for line in of_version):,}",
+            f"{newest.version:,}",
             f"{sum(line.seconds for line in of_version):.1f}",
             f"{sum(line.saved_seconds for line in of_version):.1f}",
-            *_acceptance([line.num_accepted for line in of_version]),
+            shares(newest.law) or "-",
+            shares(newest.acceptance) or "-",
+            "-" if newest.level_share is None else shares([newest.level_share]),
+            "-" if tokens is None else f"{tokens:.2f}",
         )
     return table
-
-
-def _acceptance(counts: list[tuple[int, ...]]) -> list[str]:
-    """Return as text the tokens per verification, then by depth the share of verifications that accepted as many.
-
-    >>> _acceptance([(1, 1), (0, 1, 1)])
-    ['2.00', '75%', '25%', '0%', '0%', '0%', '0%']
-    """
-    total = sum(map(sum, counts))
-    if not total:
-        return ["-"] * (1 + len(_SHOWN_DEPTHS))
-    accepted = sum(depth * number for each in counts for depth, number in enumerate(each))
-    shares = [sum(sum(each[depth:]) for each in counts) / total for depth in _SHOWN_DEPTHS]
-    return [f"{1 + accepted / total:.2f}", *(f"{share:.0%}" for share in shares)]

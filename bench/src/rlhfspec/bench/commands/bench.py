@@ -196,8 +196,8 @@ def explain(
             target_path, drafter=draft_path, dtype=dtype, num_threads=threads, max_context=MAX_CONTEXT
         )
         status("generating")
-        explanation, acceptance = observe(engine, batch_scenario(batch, tokens, pair))
-    wide_console().print(render(explanation, acceptance, num_decisions=decisions))
+        observed = observe(engine, batch_scenario(batch, tokens, pair))
+    wide_console().print(render(*observed, num_decisions=decisions))
 
 
 @app.command()

@@ -14,10 +14,12 @@ from rlhfspec.bench.generating.scenarios import BenchScenario
 from rlhfspec.bench.tables import table_of
 from rlhfspec.engine.drafting.acceptance import AcceptanceModel, Decile
 from rlhfspec.engine.drafting.journal import Decision, Explanation
+from rlhfspec.messages.records.models import Drafting
+from rlhfspec.runs.view.text import shares
 
 
-def observe(engine: Any, scenario: BenchScenario) -> tuple[Explanation, AcceptanceModel]:
-    """Run the scenario after a warm-up; return the explanation of the selector's decisions and the acceptance model."""
+def observe(engine: Any, scenario: BenchScenario) -> tuple[Explanation, AcceptanceModel, tuple[Drafting, ...]]:
+    """Run the scenario after a warm-up; return the selector's decisions, the acceptance model and each drafter."""
     for repetition, name in enumerate(("warm-up", "observed")):
         arguments = {
             "prompts": scenario.prompts,
@@ -25,12 +27,15 @@ def observe(engine: Any, scenario: BenchScenario) -> tuple[Explanation, Acceptan
             "seeds": scenario.seeds(repetition),
         }
         drain(engine, requests_of(arguments, name))
-    return engine.speculation.selector.explain(), engine.speculation.acceptance
+    return engine.speculation.selector.explain(), engine.speculation.acceptance, engine.speculation.drafting()
 
 
-def render(explanation: Explanation, acceptance: AcceptanceModel, *, num_decisions: int) -> Group:
+def render(
+    explanation: Explanation, acceptance: AcceptanceModel, drafting: tuple[Drafting, ...], *, num_decisions: int
+) -> Group:
     return Group(
         _decisions(explanation.decisions[-num_decisions:]),
+        _drafters(drafting),
         _rates(explanation.rates),
         _calibration(acceptance.calibration()),
         _errors(explanation, acceptance.calibration_error()),
@@ -50,6 +55,16 @@ def _decisions(decisions: tuple[Decision, ...]) -> Table:
             f"{1000 * decision.predicted_seconds:.1f} → {1000 * decision.seconds:.1f}",
             f"{1e6 * decision.selector_seconds:.0f}",
         )
+    return table
+
+
+def _drafters(drafting: tuple[Drafting, ...]) -> Table:
+    columns = ("drafter", "accepted by depth", "a level / a verification", "tokens a verification", "saved s")
+    table = table_of("drafters by the law, since the start", columns, left=columns[:1])
+    for each in drafting:
+        level = "-" if each.level_share is None else shares([each.level_share])
+        tokens, saved = f"{each.tokens_per_verification:.2f}", f"{each.saved_seconds:.1f}"
+        table.add_row(each.drafter, shares(each.acceptance), level, tokens, saved)
     return table
 
 
