@@ -36,6 +36,16 @@ class Gained:
     error: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallLimits:
+    """Limits of the calls into an engine."""
+
+    max_context: int
+    most_tokens: int  # of prompt and response
+    num_token_ids: int
+    eos_token_ids: frozenset[int]
+
+
 class PolicyCalls(Protocol):
     """Calls of clients into a policy: into one engine, or into the generators of a run."""
 
@@ -45,10 +55,7 @@ class PolicyCalls(Protocol):
         ...
 
     @property
-    def max_context(self) -> int: ...
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]: ...
+    def limits(self) -> CallLimits: ...
 
     @property
     def weights_version(self) -> int: ...
@@ -60,16 +67,6 @@ class PolicyCalls(Protocol):
     def tokens(self, request: Request) -> AsyncGenerator[Gained, None]:
         """Yield a request's gains until it finishes. Closing the iterator cancels the request."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallLimits:
-    """Limits of the calls into an engine."""
-
-    max_context: int
-    most_tokens: int  # of prompt and response
-    num_token_ids: int
-    eos_token_ids: frozenset[int]
 
 
 @dataclass(slots=True)
@@ -103,14 +100,6 @@ class ClientCalls:
         self.ended: RLHFSpecError | None = None  # why no call is taken any more
         self._open: dict[str, _OpenCall] = {}  # this and the next belong to the engine's thread
         self._kept: OrderedDict[str, tuple[int, ...]] = OrderedDict()  # tokens of finished calls, the oldest first
-
-    @property
-    def max_context(self) -> int:
-        return self.limits.max_context
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        return self.limits.eos_token_ids
 
     @property
     def weights_version(self) -> int:

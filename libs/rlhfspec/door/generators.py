@@ -176,14 +176,6 @@ class GeneratorCalls:
         assert self._limits is not None, "wait for until_ready()"
         return self._limits
 
-    @property
-    def max_context(self) -> int:
-        return self.limits.max_context
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        return self.limits.eos_token_ids
-
     def validate(self, request: Request) -> None:
         """Raise InvalidRequest, naming the field, or NoGenerator."""
         check_request(

@@ -67,7 +67,7 @@ class PolicyDoor:
         self._name = name
         self._tools = tools
         self._feedback = None if run is None else Feedback(run, name)
-        self.conversations = Conversations(tokenizer, engine.eos_token_ids)
+        self.conversations = Conversations(tokenizer, engine.limits.eos_token_ids)
         self.num_open = 0
         self._preparing = ComputeThread("prompts")  # renders and encodes text, which takes seconds if it is long
 
@@ -133,7 +133,7 @@ class PolicyDoor:
             "created": 0,
             "owned_by": "rlhfspec",
             "root": self._name,
-            "max_model_len": self._engine.max_context,
+            "max_model_len": self._engine.limits.max_context,
             "weights_version": self._engine.weights_version,
             "takes_feedback": self._feedback is not None,
         }
@@ -196,7 +196,7 @@ class PolicyDoor:
             )
         else:
             raise InvalidRequest("prompt", None, "or messages must be given")
-        most = self._engine.max_context
+        most = self._engine.limits.max_context
         return web.json_response({"count": len(token_ids), "max_model_len": most, "tokens": token_ids})
 
     async def _vote(self, request: web.Request) -> web.Response:
@@ -210,7 +210,7 @@ class PolicyDoor:
 
     def _room(self, prompt: Sequence[int]) -> int:
         """Return the most tokens that can follow a prompt; 1 for one that is too long, which the engine refuses."""
-        return max(self._engine.max_context - len(prompt), 1)
+        return max(self._engine.limits.max_context - len(prompt), 1)
 
     def _refuse_too_many(self, num_asked: int) -> None:
         if num_asked > _MOST_OPEN:
@@ -298,7 +298,7 @@ class PolicyDoor:
             return
         for each in wholes:
             answer = ChatMessage.model_validate(each.message).for_template()
-            is_ended = each.token_ids[-1] in self._engine.eos_token_ids
+            is_ended = each.token_ids[-1] in self._engine.limits.eos_token_ids
             self.conversations.answered(prompt, answer, each.token_ids, is_ended=is_ended)
         if self._feedback is not None and len(wholes) == 1:
             messages = [message.for_template() for message in body.messages]

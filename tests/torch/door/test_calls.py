@@ -230,7 +230,7 @@ async def test_calls_have_the_tokens_and_log_probs_of_the_engine(credentials: Pa
         for request, gains in zip(requests, await asyncio.gather(*map(made.ask, requests)), strict=True):
             assert same(gains, alone(request))
         assert all(each.engine.stats().num_generated_tokens >= LONG for each in made.engines), "both had calls"
-        assert made.calls.max_context == 256
+        assert made.calls.limits.max_context == 256
         with pytest.raises(InvalidRequest, match="prompt_token_ids"):
             made.calls.validate(asked(prompt=(1 << 20,)))
 

@@ -82,17 +82,19 @@ class DraftEngine(Protocol):
 
         With `terms`, levels must be worthwhile (see PayingLevel). `curves` are from `AcceptanceModel.curves`.
         """
-        ...
+        return None
 
     def keep(self, batch: DraftBatch, expanded: Expanded, new_lengths: IntArray) -> bool:
-        """Keep the draft KV of accepted nodes in one native call, or return False if unsupported."""
-        ...
+        """Keep the draft KV of accepted nodes, if there is any. Return False if that is not supported."""
+        return True
 
-    def prefix_computed(self, row: int) -> None: ...
+    def prefix_computed(self, row: int) -> None:
+        """Mark a row's prompt as computed, for sequences that share it."""
+        return None
 
     def forget(self, row: int) -> None:
         """Drop what is known of the row's sequence."""
-        ...
+        return None
 
 
 class ModelDrafter:

@@ -9,7 +9,7 @@ import numpy as np
 from rlhfspec.common.arrays import FloatArray, Floats, IntArray
 from rlhfspec.engine.drafting.base import DraftBatch, DraftPlan, Forest
 from rlhfspec.engine.drafting.levels import LevelTerms
-from rlhfspec.engine.drafting.model import DraftRows, Expanded, GrownTrees, Roots
+from rlhfspec.engine.drafting.model import DraftEngine, DraftRows, Expanded, GrownTrees, Roots
 from rlhfspec.engine.kv.space import KVSpace, SharedSpace
 from rlhfspec.engine.scheduling.sequences import Sequence
 from rlhfspec.kernels import draft, gumbel
@@ -17,11 +17,11 @@ from rlhfspec.kernels.draft import NativeDraft
 from rlhfspec.kernels.tree_attention import AttentionMeta
 
 
-class DraftForward:
-    def __init__(self, space: KVSpace | SharedSpace, by_row: Mapping[int, Sequence]) -> None:
+class InSpace(DraftEngine):
+    """Base of forwards over the slots of a KV space."""
+
+    def __init__(self, space: KVSpace | SharedSpace) -> None:
         self._space = space
-        self._by_row = by_row
-        self._native: NativeDraft | None = None
 
     @property
     def slots(self) -> IntArray:
@@ -34,6 +34,13 @@ class DraftForward:
     @property
     def cached(self) -> IntArray:
         return self._space.cached
+
+
+class DraftForward(InSpace):
+    def __init__(self, space: KVSpace | SharedSpace, by_row: Mapping[int, Sequence]) -> None:
+        super().__init__(space)
+        self._by_row = by_row
+        self._native: NativeDraft | None = None
 
     def candidates(self, rows: DraftRows, k: int) -> tuple[IntArray, FloatArray]:
         meta = AttentionMeta(
@@ -85,8 +92,6 @@ class DraftForward:
 
     def prefix_computed(self, row: int) -> None:
         self._space.mark_prefix(self._by_row[row])
-
-    def forget(self, row: int) -> None: ...
 
     def _native_draft(self) -> NativeDraft | None:
         decoder = self._space.runner.native

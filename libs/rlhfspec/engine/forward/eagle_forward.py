@@ -14,12 +14,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rlhfspec.common.arrays import FloatArray, Floats, IntArray, concatenate_ranges
-from rlhfspec.engine.drafting.base import DraftBatch, DraftPlan
-from rlhfspec.engine.drafting.levels import LevelTerms
-from rlhfspec.engine.drafting.model import DraftRows, Expanded, GrownTrees, Roots
+from rlhfspec.common.arrays import FloatArray, IntArray, concatenate_ranges
+from rlhfspec.engine.drafting.model import DraftRows
+from rlhfspec.engine.forward.draft_forward import InSpace
 from rlhfspec.engine.forward.runner import ModelRunner, Taps
-from rlhfspec.engine.kv.space import KVSpace
+from rlhfspec.engine.kv.space import KVSpace, SharedSpace
 from rlhfspec.engine.scheduling.sequences import RowTable
 from rlhfspec.huggingface.heads.eagle import EagleHead
 from rlhfspec.huggingface.structure.attention import AttentionSpec, fit_cache
@@ -40,11 +39,14 @@ def taps_of(head: EagleHead, num_layers: int) -> Taps:
     return Taps(layers=head.layers_tapped(num_layers), attention=spec, width=head.config.hidden_size)
 
 
-class EagleForward:
-    """Forwards of an EAGLE-3 head over the policy's slots."""
+class EagleForward(InSpace):
+    """Forwards of an EAGLE-3 head over the policy's slots.
+
+    Accepted nodes' keys and values are computed again, from the policy's states.
+    """
 
     def __init__(self, head: EagleHead, space: KVSpace, rows: RowTable) -> None:
-        self._space = space
+        super().__init__(SharedSpace(space, space.runner))
         self._runner = runner = space.runner
         assert runner.config.taps is not None
         self._spec = runner.config.taps.attention
@@ -65,19 +67,6 @@ class EagleForward:
         """Return what decides the time of a forward, besides the policy's kernels."""
         return f"{self._head.config.intermediate_size} {self._head.num_draft_tokens} {self._spec}"
 
-    @property
-    def slots(self) -> IntArray:
-        return self._space.table.slots
-
-    @property
-    def capacity(self) -> IntArray:
-        return self._space.table.capacity
-
-    @property
-    def cached(self) -> IntArray:
-        """Return a copy of the policy's, because drafted KV does not count there."""
-        return self._space.cached.copy()
-
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Exchange the head's weights. Kept states of the policy stay as the old ones made them."""
@@ -88,7 +77,8 @@ class EagleForward:
             path, _, leaf = name.rpartition(".")
             module = self._head.get_submodule(path)
             if isinstance(module, PackedLinear):
-                module.load_weight(parameter, weights.get(f"{path}.bias")) if leaf == "weight" else None
+                if leaf == "weight":
+                    module.load_weight(parameter, weights.get(f"{path}.bias"))
             else:
                 getattr(module, leaf).copy_(parameter)
         self._token_ids = self._head.token_ids
@@ -126,16 +116,6 @@ class EagleForward:
         drawn = gumbel.candidates(logits, given["seeds"], given["noise_positions"], given["temperatures"], k)
         tokens, scores = self._space.staging.down(drawn)
         return tokens, scores
-
-    def grow(
-        self, batch: DraftBatch, plan: DraftPlan, roots: Roots, curves: tuple[Floats, Floats], terms: LevelTerms | None
-    ) -> GrownTrees | None:
-        return None
-
-    def keep(self, batch: DraftBatch, expanded: Expanded, new_lengths: IntArray) -> bool:
-        return True  # nothing: accepted nodes' keys and values are computed again, from the policy's states
-
-    def prefix_computed(self, row: int) -> None: ...
 
     def forget(self, row: int) -> None:
         self._known[row] = 0
