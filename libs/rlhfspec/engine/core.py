@@ -156,16 +156,19 @@ class Engine(Moves):
         commit.count(rows, decode_rows, forest, new, kept)
         rows.count_step(decode_rows, proposal.plan.name)
 
+        num_committed = int(kept[: len(decode_rows)].sum())
         self.speculation.learn(
-            proposal, walk, num_committed=int(kept[: len(decode_rows)].sum()),
+            proposal, walk, num_committed=num_committed,
             verify_seconds=verify_seconds, step_seconds=time.perf_counter() - began,
         )  # fmt: skip
         gains = commit.StepGains(state, new, kept, reasons, verify.top_log_probs(state, new, kept, sampled))
         finished = [self._finish(row, reason) for row, reason in reasons.items()]
         report = self._report(began, schedule, gains, finished, forest.size, int(kept.sum()), proposal.plan)
         if self.learning is not None:
-            num_tokens, drafter = kept[: len(decode_rows)], proposal.plan.drafter
-            self.learning.stepped(report.seconds, num_tokens, drafter, has_finished=bool(finished))
+            drafter = proposal.plan.drafter
+            self.learning.stepped(
+                report.seconds, len(decode_rows), num_committed, drafter, has_finished=bool(finished)
+            )  # fmt: skip
         return report
 
     def cancel(self, request_id: str) -> bool:

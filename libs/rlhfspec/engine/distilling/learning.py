@@ -19,14 +19,11 @@ from rlhfspec.engine.scheduling.verify import Committed
 from rlhfspec.job.choices.drafters import DRAFTERS
 
 Indices = npt.NDArray[np.int64]
-_NONE = np.empty(0, np.int32)
 _RUN_DRAFT_MODEL = frozenset(name for name, entry in DRAFTERS.items() if entry.runs_draft_model)
 RING_TOKENS, PASSES = 32768, 4
 LESSON_TOKENS = 512  # labelled tokens of one optimizer step
 _SWAP_EVERY = 4  # optimizer steps, or when the lessons run out
 _EVALUATE_EVERY = 16  # optimizer steps between two evaluations; the first ones come sooner
-_WATCH_SECONDS = 0.05  # step time between two evaluations of past steps; shorter steps are only noted
-_NOTING_SECONDS = 4e-6  # cost of noting a step with cold caches
 
 
 def next_look(num_steps: int) -> int:
@@ -53,15 +50,11 @@ class DraftLearning:
         self._next_look = next_look(0)
         self._is_better = True  # than at the start, as far as is known; otherwise the drafter uses its first weights
         self._num_unseen = 0  # optimizer steps not yet in the drafting copy
-        self._idle_since = time.perf_counter()
-        self._noted: list[tuple[float, IntArray, str | None]] = []  # steps not yet evaluated
-        self._noted_seconds = 0.0
+        self._idle_since: float | None = None  # None: it has just generated
         self.version = 0  # tokens that these weights have learnt from, here or elsewhere
 
     def start(self, sequence: Sequence) -> None:
-        began = time.perf_counter()
         self._recorder.start(sequence.row, self._temperature(sequence.row))
-        self.budget.watched(seconds=time.perf_counter() - began)
 
     def forget(self, sequence: Sequence) -> None:
         row = sequence.row
@@ -108,20 +101,20 @@ class DraftLearning:
     def _may_begin(self, num_lessons: int) -> bool:
         return self.budget.may_record(num_lessons * LONGEST_LESSON) and not self._ring.is_full_of_fresh
 
-    def stepped(self, seconds: float, num_tokens: IntArray, drafter: str | None, *, has_finished: bool) -> None:
-        """Record new tokens per decoding sequence. Train if due, unless the step finished a sequence."""
-        self._noted.append((seconds, num_tokens, drafter))
-        self._noted_seconds += seconds
-        if self._noted_seconds >= _WATCH_SECONDS:
-            self._look()
+    def stepped(
+        self, seconds: float, num_verifications: int, num_tokens: int, drafter: str | None, *, has_finished: bool
+    ) -> None:
+        """Take note of a step's verifications and their tokens. Train if due, unless it finished a sequence."""
+        is_mine = drafter in _RUN_DRAFT_MODEL
+        self.budget.stepped(seconds, num_verifications if is_mine else 0, num_tokens)
+        self._idle_since = None
         if self._ring.num_fresh >= LESSON_TOKENS and not has_finished and self.budget.may_learn(idle=False):
-            self._look()
             self._learn(idle=False)
 
     def learn_while_idle(self) -> bool:
-        self._look()
         now = time.perf_counter()
-        self.budget.idled(now - self._idle_since)
+        if self._idle_since is not None:
+            self.budget.idled(now - self._idle_since)
         self._idle_since = now
         return self._learn(idle=True)
 
@@ -150,20 +143,6 @@ class DraftLearning:
         self.budget.spent(seconds=time.perf_counter() - began, num_tokens=num_tokens, idle=idle)
         return True
 
-    def _look(self) -> None:
-        if not self._noted:
-            return
-        began = time.perf_counter()
-        drafted = [(seconds, num_tokens) for seconds, num_tokens, drafter in self._noted if drafter in _RUN_DRAFT_MODEL]
-        seconds, num_tokens = zip((0.0, _NONE), *drafted, strict=True)
-        self.budget.stepped(
-            seconds=self._noted_seconds, drafted_seconds=sum(seconds), num_tokens=np.concatenate(num_tokens)
-        )
-        noting = _NOTING_SECONDS * len(self._noted)
-        self._noted, self._noted_seconds = [], 0.0
-        self._idle_since = time.perf_counter()
-        self.budget.watched(seconds=noting + self._idle_since - began)
-
     def learnt(self) -> Learnt:
         """Return the weights to draft with: the initial ones, unless the learnt ones are better."""
         return Learnt(version=self.version, tensors=self._student.learnt(at_first=not self._is_better))
@@ -172,7 +151,6 @@ class DraftLearning:
         if learnt.version <= self.version:
             return False
         self._student.take(learnt.tensors)
-        self._look()
         self.version, self._num_unseen, self._is_better = learnt.version, 0, True
         self._hand_over()
         return True
@@ -190,7 +168,6 @@ class DraftLearning:
 
     @property
     def report(self) -> LearningReport:
-        self._look()
         return replace(self.budget.report, version=self.version)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from rlhfspec.common.arrays import IntArray
 from rlhfspec.engine.base import LearningReport
 
 _SHARE = 0.05  # of step time at most, without a configured share
@@ -18,14 +17,14 @@ class LearningBudget:
     Savings assume that g accepted tokens would have been g * a0 / a1 untrained, with law a0 then and a1 now.
 
     >>> budget = LearningBudget(share=None)
-    >>> budget.stepped(seconds=30.0, drafted_seconds=30.0, num_tokens=np.array([3, 2, 4]))
+    >>> budget.stepped(30.0, num_verifications=3, num_tokens=9)
     >>> budget.may_learn(idle=False)
     True
     >>> budget.spent(seconds=0.2, num_tokens=64)
     >>> budget.may_learn(idle=False)
     False
     >>> budget.agreed((0.5,), (0.8,))
-    >>> budget.stepped(seconds=10.0, drafted_seconds=10.0, num_tokens=np.array([3, 3, 3]))
+    >>> budget.stepped(10.0, num_verifications=3, num_tokens=9)
     >>> round(budget.report.saved_seconds, 2), budget.may_learn(idle=False)
     (2.5, True)
     """
@@ -41,17 +40,17 @@ class LearningBudget:
         self._ratio = 1.0  # of both at depth 1
         self._verifications = self._tokens = 0.0  # decayed
 
-    def stepped(self, *, seconds: float, drafted_seconds: float, num_tokens: IntArray) -> None:
-        """Add engine steps. Only steps of the trained drafter count in `drafted_seconds` and `num_tokens`."""
+    def stepped(self, seconds: float, num_verifications: int = 0, num_tokens: int = 0) -> None:
+        """Add an engine step, with the verifications that the trained drafter drafted for, and their tokens."""
         self._step_seconds += seconds
         self._allowed += _UPFRONT_SHARE * seconds
-        if not len(num_tokens):
+        if not num_verifications:
             return
-        kept = 0.5 ** (len(num_tokens) / _MEMORY)
-        self._verifications = kept * self._verifications + len(num_tokens)
-        self._tokens = kept * self._tokens + int(num_tokens.sum())
+        kept = 0.5 ** (num_verifications / _MEMORY)
+        self._verifications = kept * self._verifications + num_verifications
+        self._tokens = kept * self._tokens + num_tokens
         now = max(self._tokens / self._verifications, 1.0)  # the end of a sequence may cut some off
-        saved = drafted_seconds * (1.0 - (1.0 + (now - 1.0) * self._ratio) / now)
+        saved = seconds * (1.0 - (1.0 + (now - 1.0) * self._ratio) / now)
         self._saved += saved
         self._allowed += saved
 
@@ -64,9 +63,6 @@ class LearningBudget:
         ratio = at_first[0] / now[0] if now[0] > 0 else 1.0
         first = self._ratio == 1.0
         self._ratio = ratio if first else _GAIN_KEPT * self._ratio + (1.0 - _GAIN_KEPT) * ratio
-
-    def watched(self, *, seconds: float) -> None:
-        self._allowed -= seconds
 
     def spent(self, *, seconds: float, num_tokens: int, idle: bool = False) -> None:
         self._seconds += seconds
