@@ -153,7 +153,9 @@ BY_HAND = [
     Wrong({"generation.speculation": {"mode": "model"}, "model.drafter": None}, "spec.generation.speculation.mode"),
     *(
         Wrong(drafting | elsewhere, "spec.model.drafter")
-        for drafting in ({"model.drafter": "self"}, {"generation.speculation": {"mode": "model"}})
+        for drafting in (
+            {"model.drafter": "self"}, {"model.drafter": "mtp"}, {"generation.speculation": {"mode": "model"}},
+        )
         for elsewhere in ({"generation.engine": {"name": "vllm"}}, {"roles.generator": {"tensorParallel": 2}})
     ),
     *(
@@ -161,7 +163,7 @@ BY_HAND = [
             {"generation.speculation": {"learning": "auto"}, "model.drafter": drafter},
             "spec.generation.speculation.learning",
         )
-        for drafter in ("auto", "self", None)
+        for drafter in ("auto", "self", "mtp", None)
     ),
     Wrong({"generation.kvCacheTokens": 100}, "spec.generation.kvCacheTokens"),
     Wrong({"generation.stop": ["\n", ""]}, "spec.generation.stop[1]"),

@@ -61,7 +61,7 @@ def load_stored(path: str | Path, *, field: str = "path", only_trunk: bool = Fal
     trunk = f"{model.base_model_prefix}." if only_trunk else ""
     refuse_other_weights(
         (name for name in info["missing_keys"] if name.startswith(trunk)),
-        (name for name in info["unexpected_keys"] if name.startswith(trunk) and not _SPARE.search(name)),
+        (name for name in info["unexpected_keys"] if name.startswith(trunk) and not _is_spare(name, model.config)),
         (each for each in info["mismatched_keys"] if each[0].startswith(trunk)),
         field=field,
         path=str(path),
@@ -74,6 +74,19 @@ def load_stored(path: str | Path, *, field: str = "path", only_trunk: bool = Fal
         held = model.get_submodule(module)._buffers
         held[leaf] = held[leaf].to(dtype)
     return model.eval()
+
+
+def further_layers(config: Any) -> tuple[int, int]:
+    """Return the number of the first layer that predicts further tokens, and how many there are."""
+    text = config.get_text_config(decoder=True)
+    count = getattr(text, "num_mtp_layers", None) or getattr(text, "num_nextn_predict_layers", None) or 0
+    return getattr(text, "num_hidden_layers", 0), count
+
+
+def _is_spare(name: str, config: Any) -> bool:
+    first, count = further_layers(config)
+    number = re.search(r"\.layers\.(\d+)\.", name)
+    return bool(_SPARE.search(name)) or (number is not None and first <= int(number[1]) < first + count)
 
 
 _buffers_made: ContextVar[dict[str, torch.dtype] | None] = ContextVar("types of buffers of a model that is loaded")

@@ -52,7 +52,8 @@ class Model(Block):
     drafter: Annotated[str | None, Mark.RESUMABLE] = Field(
         AUTO,
         description="Draft model for speculative decoding: a smaller causal LM with the same vocabulary, or an EAGLE-3 "
-        "drafter; self: the policy with quantised weights; auto: self where it makes generation faster; null: none.",
+        "drafter; self: the policy with quantised weights; auto: self where it makes generation faster; mtp: the "
+        "policy's own MTP layer; null: none.",
     )
     reference: str | None = Field(
         None, description="Reference model of the KL; null: the policy as it was at the start."

@@ -138,6 +138,7 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"rewards.sources": [JUDGE]}, f"spec.{SOURCE}.label", "the model has 3 outputs: set the index of the reward"),
     ({"rewards.sources": [JUDGE | {"label": 3}]}, f"spec.{SOURCE}.label", "must be < 3: the model has 3 outputs"),
     ({"model": {"path": "./short", "drafter": "./draft"}, "generation.maxTokens": 9}, "spec.model.drafter", "9 entr"),
+    ({"model": {"path": "./short", "drafter": "mtp"}}, "spec.model.drafter", "checkpoint has no MTP layers"),
     ({"model.path": "./short", "generation.maxTokens": 128}, "spec.generation.maxTokens", "must be < 128"),
     ({"model": {"path": "./short", "lora": {"targetModules": ["q_prj"]}}}, "spec.model.lora.targetModules", "q_proj?"),
     ({"training.optimizer": {"name": "AdamX"}}, "spec.training.optimizer.name", "did you mean Adam"),

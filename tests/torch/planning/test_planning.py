@@ -132,7 +132,8 @@ def test_kv_takes_what_is_left_and_no_more_than_all_sequences_use() -> None:
 
 def test_a_policy_that_drafts_for_itself_has_its_copy_beside_the_weights() -> None:
     shapes = {"path": shape_of(config_of("8b"), name="8b")}
-    plain, drafting = (
-        generator(spec_of(model={"drafter": drafter}), shapes, 192 * 10**9, 1) for drafter in (None, "self")
+    plain, drafting, with_mtp = (
+        generator(spec_of(model={"drafter": drafter}), shapes, 192 * 10**9, 1) for drafter in (None, "self", "mtp")
     )
     assert 4.4e9 < drafting.parts["weights"] - plain.parts["weights"] < 4.6e9
+    assert 8.7e8 < with_mtp.parts["weights"] - plain.parts["weights"] < 8.8e8

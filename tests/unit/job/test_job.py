@@ -251,7 +251,7 @@ def test_a_policy_drafts_for_itself_unless_told_otherwise() -> None:
     assert drafters == ["auto", None, None, "./none"]
 
 
-@pytest.mark.parametrize("drafter", ["auto", "self"])
+@pytest.mark.parametrize("drafter", ["auto", "self", "mtp"])
 def test_a_drafter_made_of_the_policy_is_not_searched_in_folders_or_hub(tmp_path: Path, drafter: str) -> None:
     """The drafter is made of the policy, so neither folder nor hub is searched."""
     (tmp_path / drafter).mkdir()  # a folder of that name is another thing: it is written ./auto

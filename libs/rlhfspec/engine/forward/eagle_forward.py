@@ -1,4 +1,4 @@
-"""Drafting with an EAGLE-3 head, whose keys, values and input states lie beside the policy's in its KV cache.
+"""Drafting with an EAGLE-3 or MTP head, whose keys, values and input states lie beside the policy's in its KV cache.
 
 The state of position p and the token of p + 1 are one input of the head. Its keys and values are kept at p, and its
 output, which stands in for the state of p + 1 until the policy has run, at p + 1.
@@ -20,37 +20,38 @@ from rlhfspec.engine.forward.draft_forward import InSpace
 from rlhfspec.engine.forward.runner import ModelRunner, Taps
 from rlhfspec.engine.kv.space import KVSpace, SharedSpace
 from rlhfspec.engine.scheduling.sequences import RowTable
+from rlhfspec.huggingface.fused.casting import Precision, cast
+from rlhfspec.huggingface.fused.fuse import fuse_layer
 from rlhfspec.huggingface.heads.eagle import EagleHead
-from rlhfspec.huggingface.structure.attention import AttentionSpec, fit_cache
+from rlhfspec.huggingface.heads.mtp import MtpHead
+from rlhfspec.huggingface.structure.attention import fit_cache
 from rlhfspec.kernels import gumbel
 from rlhfspec.kernels.linear import PackedLinear
 from rlhfspec.kernels.tree_attention import AttentionMeta, IndexArray, tree_attention
 
+PolicyHead = EagleHead | MtpHead
 _CAUGHT_UP_AT_ONCE = 4096  # positions whose keys and values are computed together
 
 
-def taps_of(head: EagleHead, num_layers: int) -> Taps:
-    attention = head.midlayer.self_attn
-    spec = AttentionSpec(
-        index=num_layers, num_heads=attention.num_heads, num_kv_heads=attention.num_kv_heads,
-        key_dim=attention.head_dim, value_dim=attention.head_dim, scale=attention.head_dim**-0.5,
-        softcap=0.0, has_sinks=False, window=None, chunk=None,
-    )  # fmt: skip
-    return Taps(layers=head.layers_tapped(num_layers), attention=spec, width=head.config.hidden_size)
+def taps_of(head: PolicyHead, num_layers: int) -> Taps:
+    layers, width = head.layers_tapped(num_layers), head.config.hidden_size
+    return Taps(layers=layers, attention=head.attention(num_layers), width=width)
 
 
 class EagleForward(InSpace):
-    """Forwards of an EAGLE-3 head over the policy's slots.
+    """Forwards of an EAGLE-3 or MTP head over the policy's slots.
 
     Accepted nodes' keys and values are computed again, from the policy's states.
     """
 
-    def __init__(self, head: EagleHead, space: KVSpace, rows: RowTable) -> None:
+    def __init__(self, head: PolicyHead, space: KVSpace, rows: RowTable) -> None:
         super().__init__(SharedSpace(space, space.runner))
         self._runner = runner = space.runner
         assert runner.config.taps is not None
         self._spec = runner.config.taps.attention
         self._head = _for_inference(head, runner)
+        if isinstance(self._head, MtpHead):
+            self._head.logits = runner.parts.logits
         self._embed = self._head.embed_tokens or runner.fused.model.get_input_embeddings()
         self._rows = rows
         self._block_size = runner.config.block_size
@@ -65,7 +66,7 @@ class EagleForward(InSpace):
     @property
     def shapes(self) -> str:
         """Return what decides the time of a forward, besides the policy's kernels."""
-        return f"{self._head.config.intermediate_size} {self._head.num_draft_tokens} {self._spec}"
+        return f"{self._head.shapes} {self._spec}"
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -91,7 +92,7 @@ class EagleForward(InSpace):
     @torch.inference_mode()
     def store(self, slots: IndexArray) -> None:
         """Keep the states of the policy's last forward at `slots`."""
-        self._write_states(self._index(slots), self._head.fc(self._runner.tapped.flatten(1)))
+        self._write_states(self._index(slots), self._head.first_states(self._runner.tapped))
 
     def candidates(self, rows: DraftRows, k: int) -> tuple[IntArray, FloatArray]:
         extra, table_rows = rows.extra, rows.table_rows
@@ -122,16 +123,19 @@ class EagleForward(InSpace):
 
     @torch.inference_mode()
     def _run(self, given: Mapping[str, IndexArray], meta: AttentionMeta) -> torch.Tensor:
-        head, spec, places = self._head, self._spec, self._index(given["positions"])
+        runner, spec = self._runner, self._spec
+
+        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+            query = functional.pad(query, (0, runner.kv_shape[3] - spec.key_dim))
+            attended = tree_attention(
+                query, self._fit(key), self._fit(value), runner.kv, spec.index, meta,
+                scale=scale, sliding_window=spec.window, split=runner.config.attention_split,
+            )  # fmt: skip
+            return attended[..., : spec.value_dim]
+
         embedded = self._embed(self._index(given["tokens"]))
-        residual, x = head.inputs(embedded, self._read_states(self._index(given["parents"])))
-        keys, values = (self._fit(states) for states in head.keys_and_values(x, places))
-        queries = functional.pad(head.queries(x, places), (0, self._runner.kv_shape[3] - spec.key_dim))
-        attended = tree_attention(
-            queries, keys, values, self._runner.kv, spec.index, meta,
-            scale=spec.scale, split=self._runner.config.attention_split,
-        )  # fmt: skip
-        states = head.states(attended[..., : spec.value_dim], residual)
+        before = self._read_states(self._index(given["parents"]))
+        states = self._head(embedded, before, self._index(given["positions"]), attend)
         self._write_states(self._index(given["at"]), states)
         return self._logits(states.index_select(0, self._index(given["logit_rows"])))
 
@@ -148,9 +152,9 @@ class EagleForward(InSpace):
         rows, positions = rows[chosen], positions[chosen]
         at = self._index(slots)
         following = self._index(self._rows.tokens[rows, positions + 1])
-        _, x = self._head.inputs(self._embed(following), self._read_states(at))
+        kept = self._head.kept(self._embed(following), self._read_states(at), self._index(positions))
         block, offset = at // self._block_size, at % self._block_size
-        for place, states in enumerate(self._head.keys_and_values(x, self._index(positions))):
+        for place, states in enumerate(kept):
             self._runner.kv[block, self._spec.index, place, offset] = self._fit(states).to(self._runner.kv.dtype)
 
     def _read_states(self, slots: torch.Tensor) -> torch.Tensor:
@@ -178,11 +182,16 @@ class EagleForward(InSpace):
         return torch.as_tensor(numbers, device=self._runner.config.device).long()
 
 
-def _for_inference(head: EagleHead, runner: ModelRunner) -> EagleHead:
+def _for_inference(head: PolicyHead, runner: ModelRunner) -> PolicyHead:
     """Return the head on the policy's device, with the policy's kernels."""
     config = runner.config
-    head = head.to(config.device, runner.activation_dtype)
-    if config.device.type == "cpu" and config.arithmetic != "torch":
+    cast(head, Precision(runner.activation_dtype))
+    head = head.to(config.device)
+    if config.device.type != "cpu" or config.arithmetic == "torch":
+        return head
+    if isinstance(head, MtpHead):
+        fuse_layer(head.layer, Precision(config.dtype), arithmetic=config.arithmetic)
+    else:
         for module in list(head.modules()):
             for name, child in module.named_children():
                 if isinstance(child, nn.Linear):

@@ -14,7 +14,7 @@ from rlhfspec.common.ranks.group import Ranks
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.distilling.eagle_student import EagleStudent
 from rlhfspec.engine.forward import constant_shape
-from rlhfspec.engine.forward.eagle_forward import EagleForward, taps_of
+from rlhfspec.engine.forward.eagle_forward import EagleForward, PolicyHead, taps_of
 from rlhfspec.engine.forward.few_bits import FewBits, bytes_on_a_device
 from rlhfspec.engine.forward.led import Others, follow
 from rlhfspec.engine.forward.memory import least, sized, spare_bytes
@@ -24,9 +24,10 @@ from rlhfspec.engine.kv.state import EngineState
 from rlhfspec.errors import InvalidRequest, did_you_mean
 from rlhfspec.huggingface.cutting import cut_of
 from rlhfspec.huggingface.heads.eagle import EagleHead, is_eagle, load_head
+from rlhfspec.huggingface.heads.mtp import MtpHead, load_mtp
 from rlhfspec.huggingface.loading import load_stored
 from rlhfspec.huggingface.structure.causal_lm import max_positions, text_config
-from rlhfspec.job.choices.drafters import ADAPTIVE, AUTO, MADE_OF_THE_POLICY, OFF, ONLY_HEADS_LEARN, SELF
+from rlhfspec.job.choices.drafters import ADAPTIVE, AUTO, MADE_OF_THE_POLICY, MTP, OFF, ONLY_HEADS_LEARN, SELF
 from rlhfspec.kernels.cpu import build
 from rlhfspec.kernels.linear import arithmetic_for
 from rlhfspec.kernels.malloc import tune_malloc
@@ -51,25 +52,27 @@ def load_drafter(path: str | Path, policy: Any, *, field: str) -> Any:
 def make_state(
     model: Any, config: EngineConfig, *, draft: Any = None, tokenizer: Any = None, group: Ranks | None = None
 ) -> EngineState:
-    """Build the engine state of Hugging Face models, modified in place; `draft`: a model, a head, "self" or "auto".
+    """Build the engine state of Hugging Face models, modified in place; `draft`: a model, a head, or a word.
 
     `group`: ranks that share the target, of which this is rank 0; only rank 0 holds the draft.
     """
     eos = eos_token_ids(model)
-    own = draft if draft in MADE_OF_THE_POLICY else None
-    head = draft if isinstance(draft, EagleHead) else None
+    own = draft if draft in (AUTO, SELF) else None
+    draft = load_mtp(model) if draft == MTP else draft
+    head = draft if isinstance(draft, EagleHead | MtpHead) else None
     draft = draft if own is None and head is None else None
     if own is not None and (problem := _why_not_of_the_policy(config, group)):
         if own == SELF:
             raise InvalidRequest("drafter", own, problem)
         own = None
-    if draft is not None and config.learning != OFF:
+    if config.learning != OFF and (draft is not None or isinstance(head, MtpHead)):
         raise InvalidRequest("learning", config.learning, ONLY_HEADS_LEARN)
     student: EagleStudent | None = None
     taps: Taps | None = None
     if head is not None:  # before the KV takes what is free
         taps = _taps(head, model, group)
-        student = EagleStudent(copy.deepcopy(head), model, config.device) if config.learning != OFF else None
+        if config.learning != OFF and isinstance(head, EagleHead):
+            student = EagleStudent(copy.deepcopy(head), model, config.device)
         head = head.to(config.device)
     num_weights = sum(parameter.numel() for parameter in model.parameters())
     config, (target, *others) = make_runners(model, config, draft, group, taps, has_few_bits=own == SELF)
@@ -108,14 +111,14 @@ def _why_not_of_the_policy(config: EngineConfig, group: Ranks | None) -> str:
     return ""
 
 
-def _taps(head: EagleHead, policy: Any, group: Ranks | None) -> Taps:
+def _taps(head: PolicyHead, policy: Any, group: Ranks | None) -> Taps:
     if group is not None:
-        raise InvalidRequest("drafter", "EAGLE-3", "is not possible with a model that is split over several processes")
+        raise InvalidRequest("drafter", head.name, "is not possible with a model that is split over several processes")
     told, ours = head.config.vocab_size, text_config(policy).vocab_size
     if told != ours:
         raise InvalidRequest("drafter", told, f"vocabulary size must equal the policy's {ours}")
     if not hasattr(policy.base_model, "layers"):
-        raise InvalidRequest("drafter", "EAGLE-3", f"cannot read the layers of a {type(policy).__name__}")
+        raise InvalidRequest("drafter", head.name, f"cannot read the layers of a {type(policy).__name__}")
     return taps_of(head, text_config(policy).num_hidden_layers)
 
 

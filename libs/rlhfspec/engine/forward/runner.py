@@ -60,9 +60,9 @@ _TOLERANCES_OF_CUDA = {torch.float32: 2e-3, torch.bfloat16: 3e-2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taps:
-    """Inputs of layers that forwards tell for a drafter, and its room in the KV cache."""
+    """Hidden states that forwards tell for a drafter, and its room in the KV cache."""
 
-    layers: tuple[int, ...]  # ascending
+    layers: tuple[int, ...]  # whose inputs are told, ascending; none: the trunk's output
     attention: AttentionSpec  # of the drafter's own layer
     width: int  # values kept for each position
 
@@ -259,8 +259,8 @@ class ModelRunner:
     def _untapped(self, hidden: torch.Tensor, num_rows: int) -> torch.Tensor:
         """Keep the taps behind the hidden states as `tapped`, and return the hidden states."""
         if self.config.taps is not None:
-            taps = hidden[:num_rows, self.parts.width :]
-            self.tapped = taps.reshape(num_rows, len(self.config.taps.layers), -1)
+            taps = hidden[:num_rows, self.parts.width if self.config.taps.layers else 0 :]
+            self.tapped = taps.reshape(num_rows, max(len(self.config.taps.layers), 1), -1)
             hidden = hidden[:, : self.parts.width]
         return hidden
 
@@ -317,11 +317,11 @@ class ModelRunner:
 
     def native_decoder(self) -> NativeDecoder | None:
         """Return the native decoder, which runs a forward in one call, or None if unsupported."""
-        is_cut = cut_of(self.fused.model) is not None
-        if self.config.exact_rows or not self.is_row_invariant or is_cut:
+        is_cut, taps = cut_of(self.fused.model) is not None, self.config.taps
+        if self.config.exact_rows or not self.is_row_invariant or is_cut or (taps is not None and not taps.layers):
             return None
-        taps = self.config.taps.layers if self.config.taps is not None else ()
-        return native_decoder(self.parts, self.kv, self.activation_dtype, self.config.attention_split, taps)
+        layers = () if taps is None else taps.layers
+        return native_decoder(self.parts, self.kv, self.activation_dtype, self.config.attention_split, layers)
 
     def _run_layers(self, token_ids: torch.Tensor, position_ids: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
         """Run the layers on tokens and positions [1, N]; attention reads `meta` through the runner."""

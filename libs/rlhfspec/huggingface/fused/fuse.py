@@ -141,6 +141,15 @@ def fuse(model: nn.Module, precision: Precision, *, arithmetic: str, max_context
     return fused
 
 
+@torch.inference_mode()
+def fuse_layer(layer: nn.Module, precision: Precision, *, arithmetic: str) -> None:
+    """Replace modules as `fuse` does in a layer outside the model, which need not give the same bits beside others."""
+    fused = FusedModel(layer, precision, arithmetic, Guard(arithmetic=arithmetic))
+    for name in [name for name, _ in layer.named_modules()]:
+        if _attached(layer, name):
+            _swap(fused, name, layer.get_submodule(name))
+
+
 def guard_rows(model: Any, guard: Guard, parts: CausalLM, run: Callable[[], object], *, name: str) -> tuple[str, ...]:
     """Run modules row by row if their bits depend on other rows in `run`, and return their paths."""
     found = _audit(model, run)

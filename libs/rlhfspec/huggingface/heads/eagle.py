@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,12 @@ from transformers.utils.hub import cached_file
 
 from rlhfspec.errors import InvalidRequest, first_line
 from rlhfspec.huggingface.loading import LOAD_ERRORS, refuse_other_weights
+from rlhfspec.huggingface.structure.attention import AttentionSpec
 from rlhfspec.huggingface.structure.causal_lm import text_config
 from rlhfspec.job.choices.drafters import EAGLE3, is_eagle3
 
+# Of queries, keys and values [N, heads, dim] and their scale; returns [N, heads, dim].
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output")  # variants of the layer
 _NUM_TAPS = 3
@@ -68,6 +71,7 @@ class EagleLayer(nn.Module):
 class EagleHead(nn.Module):
     """Drafter that predicts the next token from the last token and the policy's hidden state before it."""
 
+    name = "EAGLE-3"
     d2t: torch.Tensor  # [draft tokens] the policy's id minus the head's
 
     def __init__(self, config: LlamaConfig, *, target_width: int, has_embedding: bool = False) -> None:
@@ -103,6 +107,38 @@ class EagleHead(nn.Module):
             raise InvalidRequest("drafter", num_layers, "EAGLE-3 needs a policy of at least 7 layers")
         return layers
 
+    @property
+    def shapes(self) -> str:
+        return f"{self.config.intermediate_size} {self.num_draft_tokens}"
+
+    def attention(self, index: int) -> AttentionSpec:
+        """Return the attention of the layer, whose keys and values lie at `index` in the cache."""
+        own = self.midlayer.self_attn
+        return AttentionSpec(
+            index=index, num_heads=own.num_heads, num_kv_heads=own.num_kv_heads, key_dim=own.head_dim,
+            value_dim=own.head_dim, scale=own.head_dim**-0.5, softcap=0.0, has_sinks=False, window=None, chunk=None,
+        )  # fmt: skip
+
+    def first_states(self, tapped: torch.Tensor) -> torch.Tensor:
+        """Return the states [N, H] to keep, from what the policy told [N, taps, width]."""
+        states: torch.Tensor = self.fc(tapped.flatten(1))
+        return states
+
+    def forward(
+        self, embedded: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """Return the states [N, H] that the next drafted token reads in place of the policy's."""
+        residual, x = self.inputs(embedded, states)
+        scale = self.midlayer.self_attn.head_dim**-0.5
+        attended = attend(self.queries(x, positions), *self.keys_and_values(x, positions), scale)
+        return self.states(attended, residual)
+
+    def kept(
+        self, embedded: torch.Tensor, states: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values [N, heads, dim] that later tokens attend to."""
+        return self.keys_and_values(self.inputs(embedded, states)[1], positions)
+
     def inputs(self, embedded: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the residual [N, H] and the attention's input [N, 2H]."""
         layer = self.midlayer
@@ -120,7 +156,6 @@ class EagleHead(nn.Module):
         return self._rotated(self._by_head(self.midlayer.self_attn.q_proj(x)), positions)
 
     def states(self, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Return the states [N, H] that the next drafted token reads in place of the policy's."""
         layer = self.midlayer
         hidden: torch.Tensor = residual + layer.self_attn.o_proj(attended.flatten(1))
         found: torch.Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))

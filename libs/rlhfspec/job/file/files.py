@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhfspec.errors import InvalidRequest, did_you_mean, nearest
 from rlhfspec.job import RLHFJob
-from rlhfspec.job.choices.drafters import OFF, ONLY_HEADS_LEARN, is_eagle3
+from rlhfspec.job.choices.drafters import MTP, OFF, ONLY_HEADS_LEARN, is_eagle3, may_run_draft_model
 from rlhfspec.job.file.paths import NOT_ROWS, ROW_SUFFIXES, is_local, is_made_here, named_models, resolve
 from rlhfspec.job.file.problems import Finding
 from rlhfspec.job.file.rules.sources import MODULE_MEMBER
@@ -28,6 +28,7 @@ def check_files(job: RLHFJob, base: Path, *, with_environment: bool = True) -> I
     for name, path in named_models(job.spec.model).items():
         yield from _check_model(path, f"spec.model.{name}", base)
     yield from _check_sizes(job, base)
+    yield from _check_mtp(job, base)
     yield from _check_parts(job, base)
     yield from _check_lora(job, base)
     yield from _check_data(job.spec.dataset.path, "spec.dataset.path", base)
@@ -111,6 +112,15 @@ def _check_sizes(job: RLHFJob, base: Path) -> Iterator[Finding]:
             field="spec.generation.maxTokens", value=job.spec.generation.max_tokens, problem=problem,
             depends_on=("spec.model.path",),
         )  # fmt: skip
+
+
+def _check_mtp(job: RLHFJob, base: Path) -> Iterator[Finding]:
+    model = job.spec.model
+    if model.drafter == MTP and may_run_draft_model(job.spec.generation.speculation.mode):
+        names = _parts_of_tensors(Path(resolve(model.path, base)))
+        if names and not names & {"eh_proj", "mtp"}:
+            problem = "the policy's checkpoint has no MTP layers"
+            yield Finding(field="spec.model.drafter", value=MTP, problem=problem, depends_on=("spec.model.path",))
 
 
 def _check_parts(job: RLHFJob, base: Path) -> Iterator[Finding]:

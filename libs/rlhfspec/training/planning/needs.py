@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from rlhfspec import job
 from rlhfspec.errors import InvalidRequest, did_you_mean
-from rlhfspec.job.choices.drafters import MADE_OF_THE_POLICY, SELF, may_run_draft_model
+from rlhfspec.job.choices.drafters import AUTO, MTP, SELF, may_run_draft_model
 from rlhfspec.messages.loop import workers_of
 from rlhfspec.training.learning.memory import fits_into
 from rlhfspec.training.modeling.log_probs import LOGITS_AT_A_TIME
@@ -133,12 +133,14 @@ def generator(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int, cou
     size, generation = BYTES[spec.generation.dtype], spec.generation
     models = [(shapes["path"], processes), *([(shapes["drafter"], 1)] if "drafter" in shapes else [])]
     weights = sum(shape.num_parameters // parts for shape, parts in models) * size
+    if spec.model.drafter == MTP:
+        weights += shapes["path"].block_parameters * size
     forwards = 2 * max(_forward(shape, size, generation.max_sequences) for shape, _ in models)
     position = sum(shape.num_layers * shape.kv_width // parts for shape, parts in models) * size
     context = spec.max_context + 80  # the room of a tree's nodes, in whole blocks
     wanted = generation.kv_cache_tokens or generation.max_sequences * context
     may_copy = processes == 1 and generation.engine.name == "own" and may_run_draft_model(generation.speculation.mode)
-    if may_copy and spec.model.drafter in MADE_OF_THE_POLICY:
+    if may_copy and spec.model.drafter in (AUTO, SELF):
         copy = _in_few_bits(shapes["path"])
         needed = weights + copy + forwards + wanted * position
         if spec.model.drafter == SELF or needed <= generation.gpu_memory_fraction * gpu_bytes:  # auto may go without

@@ -32,7 +32,7 @@ Dtype = Annotated[
         "--dtype", help="bfloat16 or float32.  [default: float32 on a CPU, else bfloat16]", show_default=False
     ),
 ]
-Drafter = Annotated[str, typer.Option("--drafter", help="Drafter: off, auto, self, suffix, or a model's folder.")]
+Drafter = Annotated[str, typer.Option("--drafter", help="Drafter: off, auto, self, mtp, suffix, or a model's folder.")]
 Tools = Annotated[
     str | None,
     typer.Option(

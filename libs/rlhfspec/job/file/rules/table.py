@@ -194,10 +194,13 @@ _OF_GENERATORS = (
     *(
         JobRule("model.drafter", f"{_NEEDS_NO_COPY} or {holds}", problem)
         for holds, problem in (
-            ("generation.engine.name == 'own'", "self needs the engine own: name a model, or use that engine"),
+            (
+                "generation.engine.name == 'own'",
+                "{model.drafter} needs the engine own: name a model, or use that engine",
+            ),
             (
                 "roles.generator.tensorParallel == 1",
-                "self does not support tensor parallelism: roles.generator.tensorParallel must be 1",
+                "{model.drafter} does not support tensor parallelism: roles.generator.tensorParallel must be 1",
             ),
         )
     ),
