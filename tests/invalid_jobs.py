@@ -154,7 +154,9 @@ BY_HAND = [
     *(
         Wrong(drafting | elsewhere, "spec.model.drafter")
         for drafting in (
-            {"model.drafter": "self"}, {"model.drafter": "mtp"}, {"generation.speculation": {"mode": "model"}},
+            {"model.drafter": "self"},
+            {"model.drafter": "mtp"},
+            {"generation.speculation": {"mode": "model"}},
         )
         for elsewhere in ({"generation.engine": {"name": "vllm"}}, {"roles.generator": {"tensorParallel": 2}})
     ),

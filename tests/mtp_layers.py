@@ -28,6 +28,9 @@ class MtpTwin:
         for name, buffer in self._whole.named_buffers():
             if "correction_bias" in name:
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+        for name, weight in self._whole.model.layers[_LAYERS].self_attn.named_parameters():
+            if name in ("q_b_proj.weight", "q_proj.weight", "q_norm.weight"):
+                weight.mul_(6.0)  # otherwise it attends to all tokens alike
         width = self._whole.config.hidden_size
         self._own = {name: 1 + 0.3 * torch.randn(width, generator=generator) for name in _MELLUM if "norm" in name}
         self._own["eh_proj"] = torch.randn(width, 2 * width, generator=generator) / width**0.5

@@ -20,7 +20,7 @@ from rlhfspec.tiny import perturbed, random_model
 
 CHAIN = DraftPlan(drafter="model", depth=4)
 TREE = DraftPlan(drafter="model", depth=3, width=2, branch=2)
-PROMPTS = [[1, 2, 3, 4, 5], [7] * 40, [9, 8], [7] * 40, [3]]
+PROMPTS = [[1, 2, 3, 4, 5], [7] * 40, [9, 8], [7] * 40, [3], list(range(10, 25))]
 Drafted = list[tuple[list[int], list[int]]]  # text, and the chain behind it
 
 

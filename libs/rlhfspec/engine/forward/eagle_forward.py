@@ -71,6 +71,7 @@ class EagleForward(InSpace):
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Exchange the head's weights. Kept states of the policy stay as the old ones made them."""
+        assert isinstance(self._head, EagleHead), "others do not learn"
         for name, parameter in weights.items():
             if name == "d2t":
                 self._head.d2t.copy_(parameter)

@@ -99,8 +99,8 @@ def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Te
             scaling: float | None = None, **keywords: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
     refuse_unknown(module, keywords, name="drafter")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    by_row = (states[0].transpose(0, 1) for states in (query, key, value))
-    return _attending.get()(*by_row, scale)[None].contiguous(), None
+    query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))  # [N, heads, dim]
+    return _attending.get()(query, key, value, scale)[None].contiguous(), None
 
 
 def load_mtp(policy: Any) -> MtpHead:
