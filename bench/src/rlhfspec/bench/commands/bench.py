@@ -1,4 +1,4 @@
-"""`rlhfspec bench`: benchmarks of generation, training steps and moves."""
+"""`rlhfspec bench`: benchmarks of generation, training steps, moves and serving."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlhfspec.bench.commands import drain, moving
+from rlhfspec.bench.commands import drain, moving, serve
 from rlhfspec.bench.commands.options import Draft, JsonFile, Model, Pair, checked, chosen, models, names, numbers, show
 from rlhfspec.cli.progress import StatusLine, wide_console
 
@@ -19,11 +19,12 @@ _MODES_HELP = (
     "Modes: plain,adaptive,static,static:NAME,hf,vllm-plain,vllm-draft,vllm-ngram,engine:vllm.  [default: all but it]"
 )
 app = typer.Typer(
-    help="Benchmarks of generation, training steps and moves.", no_args_is_help=True, add_completion=False
+    help="Benchmarks of generation, training steps, moves and serving.", no_args_is_help=True, add_completion=False
 )
 app.command()(drain.drain)
 app.command()(moving.rebalance)
 app.command()(moving.migrate)
+app.command()(serve.serve)
 
 # At most three minutes for both pairs: few strategies, three batches and the long tail, one thread count.
 QUICK: dict[str, Any] = {

@@ -72,7 +72,7 @@ def _of_lengths(name: str, lengths: list[int], pair: str) -> BenchScenario:
 
 def _prompts(count: int, pair: str) -> tuple[tuple[int, ...], ...]:
     if pair.startswith("smollm2"):
-        questions = _sums(count) if pair == "smollm2-sums" else _explanations(count)
+        questions = _sums(count) if pair == "smollm2-sums" else explanations(count)
         return _chats(questions)
     text = corpus if pair == "english" else library
     return tuple(tuple(prompt) for prompt in text.prompts(count, seed=7))
@@ -83,7 +83,8 @@ def _sums(count: int) -> list[str]:
     return [f"What is {draw.randint(10, 99)} + {draw.randint(10, 99)}? Explain every step." for _ in range(count)]
 
 
-def _explanations(count: int) -> list[str]:
+def explanations(count: int) -> list[str]:
+    """Return questions about beginnings of texts of Python's standard library."""
     texts = (decode(prompt) for prompt in library.prompts(count, seed=7))
     return [f"Explain this beginning of a text, and go on with it:\n{text}" for text in texts]
 

@@ -1,0 +1,1 @@
+"""`rlhfspec bench serve`: chats alone, beside rollouts, and against vLLM's server."""
