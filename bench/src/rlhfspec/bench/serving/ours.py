@@ -84,10 +84,10 @@ class ServingWorker:
         self._num_turns = 0
 
     def load(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        self._engine: Any = Engine.from_pretrained(arguments["model"], **arguments["engine"])
-        self._tokenizer: Any = self._engine.state.tokenizer
+        self._engine = engine = Engine.from_pretrained(arguments["model"], **arguments["engine"])
+        self._tokenizer: Any = engine.state.tokenizer
         self._tokenizer.chat_template = arguments["template"]
-        return {"loaded": {"arithmetic": self._engine.state.target.runner.config.arithmetic}}
+        return {"loaded": {"arithmetic": engine.state.target.runner.config.arithmetic}}
 
     def begin(self, arguments: dict[str, Any]) -> dict[str, Any]:
         self._num_turns += 1

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
-from urllib.error import URLError
 from urllib.request import urlopen
 
 import aiohttp
@@ -61,7 +60,7 @@ class VllmServer:
         if count := arguments["count"]:
             settled = self._metrics()[_TOKENS] + WARM_TOKENS * count
             self._background = self._loop.start(self._keep_open(rollouts(**arguments["rollouts"]), count, body))
-            self._wait_until(lambda found: found[_TOKENS] >= settled)
+            self._wait_until(lambda found: found.get(_TOKENS, 0.0) >= settled)
         self._began = time.perf_counter(), self._metrics()[_TOKENS]
         return {"url": self._url, "body": body | {"return_token_ids": True}}
 
@@ -99,7 +98,7 @@ class VllmServer:
         try:
             with urlopen(f"{self._url}/metrics", timeout=_PATIENCE_SECONDS) as answer:
                 lines = answer.read().decode().splitlines()
-        except URLError:
+        except OSError:
             return {}
         found = (line.rsplit(" ", 1) for line in lines if line.startswith("vllm:"))
         return {name.partition("{")[0]: float(value) for name, value in found}
