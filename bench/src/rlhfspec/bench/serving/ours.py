@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from rlhfspec.bench.generating.ours import digest
 from rlhfspec.bench.rivals.serve import serve
@@ -85,7 +85,7 @@ class ServingWorker:
 
     def load(self, arguments: dict[str, Any]) -> dict[str, Any]:
         self._engine = engine = Engine.from_pretrained(arguments["model"], **arguments["engine"])
-        self._tokenizer: Any = engine.state.tokenizer
+        self._tokenizer = cast("Any", engine.state.tokenizer)
         self._tokenizer.chat_template = arguments["template"]
         return {"loaded": {"arithmetic": engine.state.target.runner.config.arithmetic}}
 
