@@ -377,7 +377,7 @@ def test_no_refusal_repeats_a_secret(folder: Path, edits: dict[str, Any], overri
 def test_every_problem_is_said_at_once(folder: Path) -> None:
     edits = {
         "/metadata.name": "My Run", "training.steps": 0, "algorithm.clipHigh": 0, "dataset.path": "./gone.jsonl",
-        "model.pth": "x", "generation.speculation": {"mode": "model"},
+        "model.pth": "x", "model.drafter": None, "generation.speculation": {"mode": "model"},
     }  # fmt: skip
     output = CliRunner().invoke(app, ["validate", str(laptop(folder, edits))]).output
     for field in ("metadata.name", "training.steps", "clipHigh", "dataset.path", "model.pth", "speculation.mode"):

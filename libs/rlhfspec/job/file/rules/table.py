@@ -196,11 +196,11 @@ _OF_GENERATORS = (
         for holds, problem in (
             (
                 "generation.engine.name == 'own'",
-                "{model.drafter} needs the engine own: name a model, or use that engine",
+                "the drafter ({model.drafter}) needs the engine own: name a model, or use that engine",
             ),
             (
                 "roles.generator.tensorParallel == 1",
-                "{model.drafter} does not support tensor parallelism: roles.generator.tensorParallel must be 1",
+                "the drafter ({model.drafter}) does not support tensor parallelism: roles.generator.tensorParallel must be 1",
             ),
         )
     ),
