@@ -38,6 +38,7 @@ class EngineConfig:
     block_size: int = 16  # tokens, a power of two
     prefill_chunk: int = 512  # prompt tokens run per step
     prefix_sharing: bool = True  # samples of one prompt share its whole blocks
+    target_tpot: float | None = None  # seconds per token of requests with priority; None: TIMES_ALONE in pausing.py
     tree_slots: int = 64  # spare slots of a sequence for tree nodes
     profile: bool = True  # measure the cost tables at start; otherwise the selector learns while running
 
@@ -64,7 +65,8 @@ class EngineConfig:
             raise InvalidRequest("num_threads", self.num_threads, "must be >= 1")
         if self.kv_cache_tokens is not None and self.kv_cache_tokens < self.block_size:
             raise InvalidRequest("kv_cache_tokens", self.kv_cache_tokens, f"must be >= block_size ({self.block_size})")
-
+        if self.target_tpot is not None and self.target_tpot <= 0:
+            raise InvalidRequest("target_tpot", self.target_tpot, "must be > 0")
         if self.learning not in (OFF, AUTO) and not (
             isinstance(self.learning, float | int) and 0 <= self.learning <= 1
         ):

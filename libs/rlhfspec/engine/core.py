@@ -130,7 +130,7 @@ class Engine(Moves):
         state, rows = self.state, self.state.rows
         self.scheduler.admit()
         self.scheduler.make_room()
-        schedule = self.scheduler.schedule()
+        schedule = self.scheduler.schedule(self.speculation.costs)
         if schedule.empty:
             assert not self.scheduler.waiting, "with nothing running, a waiting sequence always fits"
             return self._report(began, schedule, (), [], 0, 0, PLAIN)

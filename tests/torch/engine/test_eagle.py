@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,9 @@ def generated(engine: Engine, **params: Any) -> list[Any]:
     return [bits(done) for done in engine.generate(PROMPTS, chosen, seeds=range(len(PROMPTS)))]
 
 
-@pytest.mark.parametrize("arithmetic", ["auto", "torch"])
+@pytest.mark.parametrize(("arithmetic", "pauses"), [("auto", False), ("torch", False), ("auto", True)])
 def test_drafts_are_those_of_the_slow_twin(
-    policy: Any, folder: Path, arithmetic: str, monkeypatch: pytest.MonkeyPatch
+    policy: Any, folder: Path, arithmetic: str, pauses: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = load_file(folder / "model.safetensors")
     drafted: list[tuple[list[int], list[int]]] = []
@@ -73,7 +74,9 @@ def test_drafts_are_those_of_the_slow_twin(
         return forest
 
     monkeypatch.setattr(ModelDrafter, "propose", propose)
-    engine = make(policy, folder, arithmetic=arithmetic)
+    engine = make(policy, folder, arithmetic=arithmetic, target_tpot=1e-9)
+    if pauses:
+        engine.submit(replace(request("chat", (5, 6, 7), max_tokens=60, temperature=0.0), priority=2))
     generated(engine, temperature=0.0)
     assert len(drafted) > 60
     for tokens, chain in drafted:

@@ -28,7 +28,8 @@ TARGET = "target"
 _FAR_ROWS = 1 << 20  # the last knot: costs beyond the grid follow the steepest slope
 _RATE, _MOST_ERROR = 0.06, 0.3  # share of a log error that one step corrects; the largest error counted
 _ERROR_WINDOW = 256
-_GUESSES = {"draft-first": (2e-4, 2e-5), "draft": (2e-4, 2e-5), "host": (3e-4, 2e-6)}  # seconds: fixed, per row
+GUESSED_TARGET = 4e-3, 1e-4  # seconds: fixed, per row
+_GUESSES = {TARGET: GUESSED_TARGET, "draft-first": (2e-4, 2e-5), "draft": (2e-4, 2e-5), "host": (3e-4, 2e-6)}
 
 
 def draft_kind(drafter: str, *, first: bool = False) -> str:
@@ -61,9 +62,10 @@ class CostTable:
     def seconds(self, rows: float, kv_tokens: float = 0.0) -> float:
         return float(self.seconds_array(rows, kv_tokens))
 
-    def seconds_array(self, rows: npt.ArrayLike, kv_tokens: float = 0.0) -> Seconds:
+    def seconds_array(self, rows: npt.ArrayLike, kv_tokens: npt.ArrayLike = 0.0) -> Seconds:
         return np.asarray(
-            (np.interp(np.asarray(rows, np.float64), self.rows, self.knots) + self.per_kv * kv_tokens) * self.factor
+            (np.interp(np.asarray(rows, np.float64), self.rows, self.knots) + np.multiply(self.per_kv, kv_tokens))
+            * self.factor
         )
 
     def correct(self, predicted: float, real: float) -> None:
@@ -154,6 +156,11 @@ class CostModel:
         """Return the seconds of a step without drafts, excluding prefill rows, which must run anyway."""
         target = self.table(TARGET).seconds(num_sequences + num_prefill_rows, kv_tokens)
         return target - self.owed_seconds(num_prefill_rows) + self.host_seconds(None, num_sequences)
+
+    def step_seconds(self, rows: npt.ArrayLike, kv_tokens: npt.ArrayLike) -> Seconds:
+        """Return the seconds of whole steps without drafts, by a guess where nothing was measured."""
+        target = self.table(TARGET, keep=False).seconds_array(rows, kv_tokens)
+        return target + self.table(host_kind(None), keep=False).seconds_array(rows)
 
     def owed_seconds(self, num_prefill_rows: int) -> float:
         return self.table(TARGET).seconds(num_prefill_rows) if num_prefill_rows else 0.0

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from rlhfspec.common.arrays import IntArray
-from rlhfspec.engine.drafting.cost import ROW_GRID, TARGET, CostModel, CostTable
+from rlhfspec.engine.drafting.cost import GUESSED_TARGET, ROW_GRID, TARGET, CostModel, CostTable
 from rlhfspec.engine.drafting.model import DraftRows
 from rlhfspec.engine.forward.device import wait_for
 from rlhfspec.engine.forward.eagle_forward import EagleForward
@@ -24,8 +24,6 @@ from rlhfspec.kernels.tree_attention import AttentionMeta
 
 _CANDIDATES = 4
 _SHORT_CONTEXT, _LONG_CONTEXT = 16, 256  # tokens per row; the difference gives the price of context
-
-_GUESSED_STEP, _GUESSED_ROW = 4e-3, 1e-4  # seconds
 
 
 def profile(state: EngineState, *, only_one_row: bool = False) -> CostModel:
@@ -65,7 +63,8 @@ def _time_head(eagle: EagleForward, rows: int) -> float:
 
 def unmeasured() -> CostModel:
     """Return guessed cost tables for an engine that is not profiled."""
-    return CostModel({TARGET: CostTable(ROW_GRID, [_GUESSED_STEP + _GUESSED_ROW * rows for rows in ROW_GRID])})
+    fixed, per_row = GUESSED_TARGET
+    return CostModel({TARGET: CostTable(ROW_GRID, [fixed + per_row * rows for rows in ROW_GRID])})
 
 
 def record(state: EngineState) -> None:

@@ -13,7 +13,7 @@ from rlhfspec.engine.scheduling.sequences import Sequence
 class Found:
     blocks: list[int] = field(default_factory=list)  # whole blocks from the first on, to be shared
     tail: int | None = None  # block that holds the rest; it stays its owner's and is copied
-    is_pending: bool = False  # a sibling is computing the next part
+    pending: int | None = None  # block of the next part, which a sibling is computing
 
 
 class Prefixes:
@@ -30,12 +30,12 @@ class Prefixes:
             if block is None:
                 return Found(blocks=blocks)
             if not filled[block]:
-                return Found(blocks=blocks, is_pending=True)
+                return Found(blocks=blocks, pending=block)
             blocks.append(block)
         tail = self.pool.shared.get(sequence.prefix.tail_hash)
         if tail is None:
             return Found(blocks=blocks)
-        return Found(blocks=blocks, tail=tail) if filled[tail] else Found(blocks=blocks, is_pending=True)
+        return Found(blocks=blocks, tail=tail) if filled[tail] else Found(blocks=blocks, pending=tail)
 
     def register(self, sequence: Sequence) -> None:
         if not self.state.config.prefix_sharing:

@@ -12,12 +12,15 @@ from typing import Protocol
 import numpy as np
 
 from rlhfspec.common.arrays import BoolArray, IntArray
+from rlhfspec.engine.drafting.cost import CostModel
 from rlhfspec.engine.kv.cache import Prefix, check_blocks, check_slots, give_back
 from rlhfspec.engine.kv.prefixes import Found, Prefixes
 from rlhfspec.engine.kv.state import EngineState
+from rlhfspec.engine.scheduling.pausing import beside_clients
 from rlhfspec.engine.scheduling.sequences import PREEMPTIONS, Sequence
 from rlhfspec.errors import InvalidRequest
 
+_ROWS_PER_SPARE_ROW = 16  # while clients are served, one in so many stays free for the next, and no sample loses its KV
 _RUNNING_PER_SPARE_BLOCK = 4  # blocks left free at admission, so that a new sequence is not preempted at once
 
 
@@ -96,7 +99,7 @@ class Scheduler:
         for urgent in list(self.waiting):
             if not self._lower_than(urgent):
                 return
-            if urgent.resting or not self.prefixes.find(urgent).is_pending:
+            if urgent.resting or not self._is_pending(urgent, self.prefixes.find(urgent)):
                 if not num_free:
                     self.preempt(self._lower_than(urgent)[-1])
                 num_free = max(num_free - 1, 0)
@@ -105,13 +108,21 @@ class Scheduler:
         """Return the running sequences of lower priority, the youngest last."""
         return [each for each in self.running if each.request.priority < urgent.request.priority]
 
+    def _is_pending(self, sequence: Sequence, found: Found) -> bool:
+        """Return whether a sequence waits for a prefix. It never waits for lower priorities, which may pause."""
+        if found.pending is None:
+            return False
+        return not any(found.pending in each.blocks for each in self._lower_than(sequence))
+
     def _admit(self) -> None:
         """Admit waiting sequences, except those whose prefix another sequence is computing."""
         passed: list[Sequence] = []
-        while self.waiting and self.rows.free_rows:
+        has_clients = any(each.request.priority > 0 for each in self.running)
+        spare = has_clients * len(self.rows.lengths) // _ROWS_PER_SPARE_ROW
+        while self.waiting and len(self.rows.free_rows) > (0 if self.waiting[0].request.priority > 0 else spare):
             sequence = self.waiting.popleft()
             found = Found() if sequence.resting else self.prefixes.find(sequence)
-            if found.is_pending:
+            if self._is_pending(sequence, found):
                 passed.append(sequence)
                 continue
             if not self._has_room(sequence, sequence.num_tokens, found.blocks):
@@ -131,20 +142,27 @@ class Scheduler:
             self._started(sequence)
         self.waiting.extendleft(reversed(passed))
 
-    def schedule(self) -> StepRows:
-        active = np.fromiter((sequence.row for sequence in self.running), np.int32, len(self.running))
-        cached = self.state.target.cached
+    def schedule(self, costs: CostModel) -> StepRows:
+        """Choose the rows of a step. While clients are served, the youngest samples pause, as `beside_clients` says."""
+        running = sorted(self.running, key=lambda each: -each.request.priority)
+        num_clients = sum(each.request.priority > 0 for each in running)
+        active = np.fromiter((sequence.row for sequence in running), np.int32, len(running))
+        config, cached = self.state.config, self.state.target.cached
         missing = self.rows.lengths[active] - cached[active]
+        decodes, chunk = missing == 1, config.prefill_chunk
+        if num_clients:
+            beside, chunk = beside_clients(
+                costs, config.target_tpot, num_clients=num_clients, lengths=self.rows.lengths[active], missing=missing,
+                chunk=chunk,
+            )  # fmt: skip
+            decodes[num_clients:] &= decodes[num_clients:].cumsum() <= beside
         prefill = active[missing > 1]
         counts = missing[missing > 1]
         before = np.cumsum(counts) - counts
-        counts = np.minimum(counts, np.maximum(self.state.config.prefill_chunk - before, 0)).astype(np.int32)
+        counts = np.minimum(counts, np.maximum(chunk - before, 0)).astype(np.int32)
         prefill, counts = prefill[counts > 0], counts[counts > 0]
         return StepRows(
-            decode_rows=active[missing == 1],
-            prefill_rows=prefill,
-            prefill_starts=cached[prefill],
-            prefill_counts=counts,
+            decode_rows=active[decodes], prefill_rows=prefill, prefill_starts=cached[prefill], prefill_counts=counts
         )
 
     def make_room(self) -> None:

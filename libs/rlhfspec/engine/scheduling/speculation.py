@@ -71,12 +71,8 @@ class Speculator:
 
     def choose(self, speculation: str | DraftPlan) -> None:
         """Switch to a mode: off, adaptive, a drafter's name, a static strategy's name, or a DraftPlan."""
-        if not self.costs.tables and speculation != OFF:
-            if self._may_profile:
-                self.costs = self._profile()
-                self._go_without_what_cannot_pay(self.costs)
-            else:
-                self.costs = unmeasured()
+        if speculation != OFF and self._fill_costs():
+            self._go_without_what_cannot_pay(self.costs)
         if speculation not in self._selectors:
             self._selectors[speculation] = self._selector(speculation)
         self.selector = self._selectors[speculation]
@@ -87,9 +83,18 @@ class Speculator:
                     self._start_one(drafter, sequence)
         self.used = wanted
 
-    @property
-    def _may_profile(self) -> bool:
-        return self.state.config.profile and not self.state.by_row
+    def measure(self) -> None:
+        """Measure and learn the costs of steps even without drafts, because the service of clients needs them."""
+        if not self.costs.tables:
+            self._fill_costs()
+            self.selector = self._selectors[OFF] = self._selector(OFF)
+
+    def _fill_costs(self) -> bool:
+        """Fill the cost tables if there are none, and return whether they were measured."""
+        is_measured = not self.costs.tables and self.state.config.profile and not self.state.by_row
+        if not self.costs.tables:
+            self.costs = self._profile() if is_measured else unmeasured()
+        return is_measured
 
     def _go_without_what_cannot_pay(self, costs: CostModel) -> None:
         few_bits = self.state.few_bits
