@@ -123,8 +123,9 @@ class VllmEngine:
             request, num_token_ids=self._opened["num_token_ids"], most_tokens=self._max_context,
             has_tokenizer=self._tokenizer is not None, weights_version=self.weights_version,
         )  # fmt: skip
-        if request.top_log_probs:
-            raise InvalidRequest("top_log_probs", request.top_log_probs, "needs the engine own")
+        for name in ("top_log_probs", "priority"):
+            if value := getattr(request, name):
+                raise InvalidRequest(name, value, "needs the engine own")
         if request.id in self._by_id or request.id in self._away:
             raise InvalidRequest("id", request.id, "is already in the engine")
 
