@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Sequence
@@ -82,10 +83,11 @@ class _OpenCall:
 class ClientCalls:
     """Calls of clients into an engine. A call whose prompt continues an earlier one finds the KV of that one.
 
-    `between` runs functions between two steps of the engine; its owner passes each step's report to `stepped`.
+    `between` runs functions between two steps of the engine; its owner passes each step's report to `stepped`. At most
+    `most_urgent` calls at a time go before samples, by default as many as half of the rows.
     """
 
-    def __init__(self, engine: Engine, between: EngineCalls, *, most_kept: int) -> None:
+    def __init__(self, engine: Engine, between: EngineCalls, *, most_kept: int, most_urgent: int | None = None) -> None:
         self.limits = CallLimits(
             max_context=engine.state.config.max_context,
             most_tokens=engine.state.most_tokens,
@@ -94,7 +96,7 @@ class ClientCalls:
         )
         self._engine = engine
         self._between = between
-        self._most_urgent = engine.state.config.max_sequences // 2  # so that samples are never starved
+        self._most_urgent = engine.state.config.max_sequences // 2 if most_urgent is None else most_urgent
         self._most_kept = most_kept  # conversations that may be continued with their KV
         self._loop: asyncio.AbstractEventLoop | None = None  # that of the clients
         self.ended: RLHFSpecError | None = None  # why no call is taken any more
@@ -107,6 +109,10 @@ class ClientCalls:
 
     def validate(self, request: Request) -> None:
         self._engine.state.validate(request)
+
+    def measure(self) -> None:
+        """Measure the engine's costs, which the time per token of clients is held with. Call it before any step."""
+        self._engine.speculation.measure()
 
     async def tokens(self, request: Request, response: Sequence[int] = ()) -> AsyncGenerator[Gained, None]:
         """Yield a request's gains. `response`: its first tokens, if another engine has sampled them."""
@@ -204,7 +210,7 @@ class EngineThread:
         self._engine = engine
         self._awake = threading.Event()
         self._between = EngineCalls(self._awake.set)
-        self.calls = ClientCalls(engine, self._between, most_kept=most_kept)
+        self.calls = ClientCalls(engine, self._between, most_kept=most_kept, most_urgent=sys.maxsize)
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -218,6 +224,7 @@ class EngineThread:
     def _run(self) -> None:
         ended: RLHFSpecError = EngineStopped()
         try:
+            self.calls.measure()
             while not self._is_closing:
                 self._between.run()
                 if self._engine.has_work:

@@ -42,7 +42,7 @@ def _target(job: RLHFJob, group: Ranks | None) -> Any:
 def _config(job: RLHFJob) -> EngineConfig:
     device = device_of(job.spec)
     generation = settled(job.spec, device).generation
-    speculation = generation.speculation
+    speculation, target = generation.speculation, job.spec.serving.target_tpot_milliseconds
     return EngineConfig(
         dtype=generation.dtype,
         device=device,
@@ -53,4 +53,5 @@ def _config(job: RLHFJob) -> EngineConfig:
         max_context=max_context(job),
         kv_cache_tokens=generation.kv_cache_tokens,
         gpu_memory_fraction=generation.gpu_memory_fraction,
+        target_tpot=target and target / 1e3,
     )

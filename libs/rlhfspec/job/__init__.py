@@ -20,7 +20,7 @@ from rlhfspec.job.cluster import (  # fmt: skip
     Scheduling,
     Storage,
 )
-from rlhfspec.job.generation import Generation
+from rlhfspec.job.generation import Generation, Serving
 from rlhfspec.job.rewards import Rewards
 from rlhfspec.job.roles import FailurePolicy, Rebalance, Roles
 
@@ -343,6 +343,7 @@ class Spec(Block):
     roles: Annotated[Roles, Mark.RESUMABLE] = Roles()
     failure_policy: Annotated[FailurePolicy, Mark.RESUMABLE] = FailurePolicy()
     rebalance: Annotated[Rebalance, Mark.RESUMABLE] = Rebalance()
+    serving: Annotated[Serving, Mark.RESUMABLE] = Serving()
     checkpoint: Annotated[Checkpoint, Mark.RESUMABLE] = Checkpoint()
     observability: Annotated[Observability, Mark.RESUMABLE] = Observability()
     suspend: Annotated[bool, Mark.MUTABLE, Mark.CLUSTER_ONLY] = Field(

@@ -89,3 +89,13 @@ class Generation(Block):
     gpu_memory_fraction: Annotated[float, Mark.RESUMABLE] = Field(
         0.85, gt=0, le=1, description="Part of a GPU's memory that a generator may take, weights included."
     )
+
+
+class Serving(Block):
+    """Answers to clients of a run with `--serve`."""
+
+    target_tpot_milliseconds: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = Field(
+        None,
+        description="Time per output token of answers, in milliseconds, for which samples pause; null: twice that "
+        "without samples.",
+    )

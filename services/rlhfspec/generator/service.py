@@ -80,6 +80,9 @@ class GeneratorService(Service):
             self._moves = self._moves_by(prompts)
             self._serve_the_gateway()
             state.look_for_room(self._engine.stats())
+            if self._clients is not None:
+                with self.vitals.working("measuring the cost of steps", deadline_seconds=self._deadline):
+                    await self.in_thread(self._clients.measure)
             if learnt is not None:
                 with self.vitals.working("loading the saved drafter", deadline_seconds=self._deadline):
                     await learnt.restore()

@@ -290,7 +290,7 @@ def test_only_listed_fields_may_differ_when_a_run_resumes() -> None:
         "model.drafter", "dataset.epochs", "generation.speculation", "generation.maxSequences",
         "generation.kvCacheTokens", "generation.gpuMemoryFraction", "shareGpus",
         "training.stopOnCollapse", "roles",
-        "failurePolicy", "rebalance", "checkpoint",
+        "failurePolicy", "rebalance", "serving", "checkpoint",
         "observability", "scheduling", "storage", "managedBy",
     }  # fmt: skip
     of_sources = {"name", "concurrency", "timeoutSeconds", "retries", "headers"}
