@@ -1,10 +1,16 @@
 """Priorities: who gets a row first. Tokens never depend on them."""
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from moving import alone, bits, drain, make, request
+import pytest
+from moving import VOCAB, alone, bits, drain, make, request
 
 from rlhfspec.engine import Engine
+from rlhfspec.engine.vllm.client import VllmEngine
+from rlhfspec.engine.vllm.process import VllmProcess
+from rlhfspec.errors import InvalidRequest
 
 
 def full_engine() -> Engine:
@@ -58,3 +64,13 @@ def test_equal_priorities_wait_in_their_order_and_preempt_nobody() -> None:
         "c", "rollout 0", "rollout 1", "rollout 2"
     ]  # fmt: skip
     assert engine.stats().num_preemptions == 2
+
+
+@pytest.mark.parametrize("asked", [{"priority": 2}, {"top_log_probs": 5}])
+def test_the_engine_vllm_refuses_by_name_what_it_cannot_do(asked: dict[str, Any]) -> None:
+    child = VllmProcess(Path("python"), {}, {})
+    opened = {"num_token_ids": VOCAB, "num_blocks": 4, "eos_token_ids": []}
+    engine = VllmEngine(child, opened, max_context=128, max_sequences=2, step_seconds=1.0)
+    with pytest.raises(InvalidRequest, match=f"{next(iter(asked))}: needs the engine own"):
+        engine.submit(replace(request("x"), **asked))
+    assert not engine.has_work

@@ -24,11 +24,11 @@ def beside_clients(
     decodes = missing == 1
     clients, samples = lengths[:num_clients][decodes[:num_clients]], lengths[num_clients:][decodes[num_clients:]]
     num, context = len(clients), int(clients.sum())
-    target = target or TIMES_ALONE * float(costs.step_seconds(max(num, 1), context))
+    most = target or TIMES_ALONE * float(costs.step_seconds(max(num, 1), context))
 
     def most_rows(context: int) -> int:
         seconds = costs.step_seconds(np.arange(1, len(lengths) + chunk + 1), context)
-        return int(np.searchsorted(seconds, target, side="right"))
+        return int(np.searchsorted(seconds, most, side="right"))
 
     owed = min(int(missing[:num_clients][~decodes[:num_clients]].sum()), chunk)
     first = min(owed, max(most_rows(context) - num, LEAST_CHUNK)) if num else owed  # nobody waits for a next token
@@ -36,6 +36,6 @@ def beside_clients(
     least = min(max(-(-num_samples // LEAST_SHARE), (num + first) // LEAST_SHARE), num_samples)
     contexts = context + samples.cumsum()
     seconds = costs.step_seconds(num + first + np.arange(1, len(samples) + 1), contexts)
-    beside = max(int(np.searchsorted(seconds, target, side="right")), min(least, len(samples)))
+    beside = max(int(np.searchsorted(seconds, most, side="right")), min(least, len(samples)))
     left = most_rows(int(contexts[beside - 1]) if beside else context) - num - beside
     return beside, min(max(left, first + least - beside), chunk)
