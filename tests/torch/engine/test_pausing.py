@@ -251,6 +251,9 @@ def test_rows_stay_free_for_the_next_chats_while_one_runs() -> None:
     engine.submit(chat("first", max_tokens=100))
     while engine.stats().num_running > NUM_SAMPLES - 2:
         engine.step()
+    engine.step()
+    assert engine.stats().num_running <= NUM_SAMPLES - 2
+    assert engine.stats().num_waiting > 2, "samples"
     for number in range(2):
         engine.submit(chat(f"next {number}", max_tokens=100))
     engine.step()
