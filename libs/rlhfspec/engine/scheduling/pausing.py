@@ -13,7 +13,7 @@ LEAST_SHARE = 8  # samples always get a token for each eight of them, and for ea
 
 
 def beside_clients(
-    costs: CostModel, target: float | None, *, num_clients: int, lengths: IntArray, missing: IntArray, chunk: int
+    costs: CostModel, target: float | None, num_clients: int, lengths: IntArray, missing: IntArray, chunk: int
 ) -> tuple[int, int]:
     """Return how many decoding samples run in a step with clients, and how many prompt tokens of clients and samples.
 
@@ -31,7 +31,7 @@ def beside_clients(
         return int(np.searchsorted(seconds, most, side="right"))
 
     owed = min(int(missing[:num_clients][~decodes[:num_clients]].sum()), chunk)
-    first = min(owed, max(most_rows(context) - num, LEAST_CHUNK)) if num else owed  # nobody waits for a next token
+    first = min(owed, max(most_rows(context) - num, LEAST_CHUNK)) if num else owed  # else all at once
     num_samples = len(lengths) - num_clients
     least = min(max(-(-num_samples // LEAST_SHARE), (num + first) // LEAST_SHARE), num_samples)
     contexts = context + samples.cumsum()

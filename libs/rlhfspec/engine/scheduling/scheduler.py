@@ -110,15 +110,13 @@ class Scheduler:
 
     def _is_pending(self, sequence: Sequence, found: Found) -> bool:
         """Return whether a sequence waits for a prefix. It never waits for lower priorities, which may pause."""
-        if found.pending is None:
-            return False
-        return not any(found.pending in each.blocks for each in self._lower_than(sequence))
+        block = found.pending
+        return block is not None and not any(block in each.blocks for each in self._lower_than(sequence))
 
     def _admit(self) -> None:
         """Admit waiting sequences, except those whose prefix another sequence is computing."""
         passed: list[Sequence] = []
-        has_clients = any(each.request.priority > 0 for each in self.running)
-        spare = has_clients * len(self.rows.lengths) // _ROWS_PER_SPARE_ROW
+        spare = any(each.request.priority > 0 for each in self.running) * len(self.rows.lengths) // _ROWS_PER_SPARE_ROW
         while self.waiting and len(self.rows.free_rows) > (0 if self.waiting[0].request.priority > 0 else spare):
             sequence = self.waiting.popleft()
             found = Found() if sequence.resting else self.prefixes.find(sequence)
@@ -151,13 +149,10 @@ class Scheduler:
         missing = self.rows.lengths[active] - cached[active]
         decodes, chunk = missing == 1, config.prefill_chunk
         if num_clients:
-            beside, chunk = beside_clients(
-                costs, config.target_tpot, num_clients=num_clients, lengths=self.rows.lengths[active], missing=missing,
-                chunk=chunk,
-            )  # fmt: skip
+            lengths = self.rows.lengths[active]
+            beside, chunk = beside_clients(costs, config.target_tpot, num_clients, lengths, missing, chunk)
             decodes[num_clients:] &= decodes[num_clients:].cumsum() <= beside
-        prefill = active[missing > 1]
-        counts = missing[missing > 1]
+        prefill, counts = active[missing > 1], missing[missing > 1]
         before = np.cumsum(counts) - counts
         counts = np.minimum(counts, np.maximum(chunk - before, 0)).astype(np.int32)
         prefill, counts = prefill[counts > 0], counts[counts > 0]
