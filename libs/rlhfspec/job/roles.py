@@ -71,6 +71,11 @@ class GeneratorWorkers(Workers):
         description="Samples fetched beyond those that the engine can run, so that it never waits; null: 4, or at "
         "least samplesPerPrompt if samples move.",
     )
+    prefill_workers: Natural = Field(
+        0,
+        description="Number of workers, the first ones, that take all prompts and hand each sample over to another "
+        "worker once its prompt is prefilled; 0: every worker takes prompts.",
+    )
     link: LinkName = Field(
         "auto", description="How the KV cache of a moved sample is transferred; auto: shm within a host, else tcp."
     )

@@ -79,7 +79,7 @@ STAGES: tuple[Stage, ...] = (
         produces=(Sample, Load, Moved, DraftWeights),
         waits_for="prompts, and room in the KV cache",
         unblocked_by=("prompts", "trainer"),
-        watches=(Move, Plan, DraftWeights),
+        watches=(Move, Plan, DraftWeights, Load),  # prefill workers: the room of the others
         max_held=1 << 16,  # the engine queues sequences that it has no room for
     ),
     Stage(

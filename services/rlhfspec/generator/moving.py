@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 from google.protobuf.message import DecodeError
 
-from rlhfspec.engine.base import MovableByTokens
+from rlhfspec.engine.base import MovableByTokens, SequenceView
 from rlhfspec.errors import MalformedRecord
 from rlhfspec.generator.load import LoadMeter
 from rlhfspec.generator.state import GeneratorState
-from rlhfspec.messages.records import Move, Moved, Prompt, WorkerInfo
+from rlhfspec.messages.records import Load, Move, Moved, Prompt, WorkerInfo
 from rlhfspec.messages.wire import records_pb2
 from rlhfspec.messages.wire.codec import encode
 from rlhfspec.messages.wire.fields import read, write
 from rlhfspec.moves.migration.base import Peer
-from rlhfspec.moves.migration.mover import Mover
+from rlhfspec.moves.migration.mover import MAX_OUTGOING_MOVES, Mover
 from rlhfspec.stage.bus import Inbox, StageBus
 from rlhfspec.telemetry.base import SampleProgress
 
 _MOVE_AWAY_SECONDS = 3.5  # to move all running samples away
 _PEER_RETRY_SECONDS = 0.02  # before a full peer is tried again
 MOST_ADVICE = 32  # concurrent moves; further advice is dropped
+_REASONS = {"leave": "its generator leaves", "prefilled": "its prompt is prefilled"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +87,15 @@ class PromptCustody:
 
 
 class OwnMoves:
-    def __init__(self, bus: StageBus, mover: Mover, news: asyncio.Event, *, job: str) -> None:
+    """Moves from this generator. The first `num_prefilling` generators hand their samples over to the others."""
+
+    def __init__(self, bus: StageBus, mover: Mover, news: asyncio.Event, *, job: str, num_prefilling: int = 0) -> None:
         self.mover = mover
         self._bus = bus
         self._news = news
         self._job = job
+        self._num_prefilling = num_prefilling
+        self._decoders: dict[int, Load] = {}  # less what was handed over since
         self._peers: dict[int, Peer] = {}
         self._moves: set[asyncio.Task[Moved]] = set()
         self._numbers = count()
@@ -104,6 +109,31 @@ class OwnMoves:
         is_ours = move.source == self._bus.worker and move.destination in self._peers
         if is_ours and len(self._moves) < MOST_ADVICE:
             self._begin(move)
+
+    def loaded(self, load: Load) -> None:
+        if load.worker >= self._num_prefilling:
+            self._decoders[load.worker] = load
+
+    def hand_over(self, samples: Iterable[SequenceView], weights_version: int) -> None:
+        """Begin to move samples to the decoders with most room; KV of unfinished prompts is sent chunk by chunk."""
+        going = [each for each in samples if not each.is_waiting and each.id not in self.mover.moving]
+        going.sort(key=lambda each: each.num_prefill > 0)
+        for sample in going[: max(MAX_OUTGOING_MOVES - len(self._moves), 0)]:
+            having_room = [
+                load
+                for load in self._decoders.values()
+                if load.num_free_rows > 0 and load.num_free_tokens >= sample.num_held and load.worker in self._peers
+                and load.weights_version == weights_version and not load.is_leaving
+            ]  # fmt: skip
+            if not having_room:
+                return
+            decoder = max(having_room, key=lambda load: (load.num_free_rows, load.num_free_tokens))
+            self._decoders[decoder.worker] = replace(
+                decoder,
+                num_free_rows=decoder.num_free_rows - 1,
+                num_free_tokens=decoder.num_free_tokens - sample.num_held,
+            )
+            self._begin(self._own_move("prefilled", sample.id, decoder.worker), prefilled=True)
 
     def settle(self) -> None:
         """Forget completed moves. Unexpected errors are raised and end this worker."""
@@ -120,6 +150,7 @@ class OwnMoves:
                 turn = 0
                 while ((samples := await self.mover.begun()) and self._peers) or self._moves:
                     workers = sorted(self._peers)
+                    workers = [worker for worker in workers if worker >= self._num_prefilling] or workers
                     going = enumerate(samples if workers else (), turn)
                     await asyncio.gather(*(self._away(each, workers[n % len(workers)]) for n, each in going))
                     await asyncio.sleep(_PEER_RETRY_SECONDS)
@@ -130,27 +161,32 @@ class OwnMoves:
     async def _away(self, sample: str, worker: int) -> None:
         if (peer := self._peers.get(worker)) is None:
             return
-        move = Move(
-            id=f"{self._job}/leave/{self.mover.incarnation}/{next(self._numbers)}",
+        moved = await self._begin(self._own_move("leave", sample, worker), must_go=True)
+        if moved.how == "kept" and moved.reason.startswith(("leaving", "the destination is gone", peer.address)):
+            self._peers.pop(worker, None)
+
+    def _own_move(self, why: str, sample: str, worker: int) -> Move:
+        return Move(
+            id=f"{self._job}/{why}/{self.mover.incarnation}/{next(self._numbers)}",
             job=self._job,
             sample_id=sample,
             source=self._bus.worker,
             destination=worker,
             gain_seconds=0.0,
-            reason="its generator leaves",
+            reason=_REASONS[why],
         )
-        moved = await self._begin(move, must_go=True)
-        if moved.how == "kept" and moved.reason.startswith(("leaving", "the destination is gone", peer.address)):
-            self._peers.pop(worker, None)
 
-    def _begin(self, move: Move, *, must_go: bool = False) -> asyncio.Task[Moved]:
-        task = asyncio.create_task(self._move(move, must_go))
+    def _begin(self, move: Move, *, must_go: bool = False, prefilled: bool = False) -> asyncio.Task[Moved]:
+        task = asyncio.create_task(self._move(move, must_go, prefilled))
         self._moves.add(task)
         return task
 
-    async def _move(self, move: Move, must_go: bool) -> Moved:
+    async def _move(self, move: Move, must_go: bool, prefilled: bool) -> Moved:
         try:
-            moved = await self.mover.move(move, self._peers[move.destination], must_go=must_go)
+            moved = await self.mover.move(move, self._peers[move.destination], must_go=must_go, prefilled=prefilled)
+            decoder = self._decoders.get(move.destination)
+            if decoder is not None and moved.how != "kv" and not moved.reason.startswith("finished"):
+                self._decoders[move.destination] = replace(decoder, num_free_rows=0)  # until its next report
             await self._bus.publish(moved)
         finally:
             self._news.set()

@@ -43,6 +43,8 @@ class GeneratorService(Service):
         self._bus = context.bus
         self._engine = engine
         self._deadline = spec.roles.generator.deadline_seconds
+        self._num_prefilling = spec.roles.generator.prefill_workers
+        self._hands_over = context.worker < self._num_prefilling
         self.state = GeneratorState(worker=self.worker, prefetch=spec.prefetch, piece=spec.pulled_at_a_time)
         self._params = sampling_params(spec.generation)
         self._histories = Histories(keep=spec.algorithm.samples_per_prompt)
@@ -86,13 +88,17 @@ class GeneratorService(Service):
             if learnt is not None:
                 with self.vitals.working("loading the saved drafter", deadline_seconds=self._deadline):
                     await learnt.restore()
-            parts = [self._pull(prompts), self._hear(Weights, state.announced), self._work()]
+            parts = [self._hear(Weights, state.announced), self._work()]
+            if self._hands_over or not self._num_prefilling:
+                parts.append(self._pull(prompts))
             if self._context.hosted_scoring is not None:
                 parts.append(self._hear(Plan, state.planned))
             if learnt is not None:
                 parts.append(self._fetch_learnt(learnt))
             if (moves := self._moves) is not None:
                 parts += [self._hear(WorkerInfo, moves.meet), self._hear(Move, moves.follow), self._report_idle()]
+                if self._hands_over:
+                    parts.append(self._hear(Load, moves.loaded))
             try:
                 await together(*parts)
                 await self._leave()
@@ -117,6 +123,8 @@ class GeneratorService(Service):
             await self._load_weights()
             await self._exchange_learnt()
             self._submit_ready()
+            if self._hands_over and self._moves is not None:
+                self._moves.hand_over(self._samples(), self._engine.weights_version)
             self.state.look_for_room(self._engine.stats())
             if self._engine.has_work:
                 await self._hand_out(await self._step())
@@ -132,6 +140,8 @@ class GeneratorService(Service):
         if newer:
             load, clock = self._engine.load_weights, self._bus.clock
             await load_newest(self, self._context.weights, newer, load, deadline_seconds=self._deadline, clock=clock)
+            if self._num_prefilling:
+                await self._bus.publish(self._meter.now())  # samples arrive only under the same weights
 
     async def _exchange_learnt(self) -> None:
         if (learnt := self._learnt) is None:
@@ -258,7 +268,9 @@ class GeneratorService(Service):
             return None
         custody, link = PromptCustody(self.state, prompts, self._meter), self._job.spec.roles.generator.link
         mover = endpoint.mover(self._movable, self._calls, custody, self._bus.clock, name=self._meter.name, link=link)
-        return OwnMoves(self._bus, mover, self.state.news, job=self._job.metadata.name)
+        return OwnMoves(
+            self._bus, mover, self.state.news, job=self._job.metadata.name, num_prefilling=self._num_prefilling
+        )
 
     def _serve_the_gateway(self) -> None:
         endpoint = self._context.move_endpoint

@@ -110,9 +110,10 @@ class FleetKnowledge:
         work: StageWork | None = None,
         elastic: Elastic | None = None,
         learns: bool = False,
+        num_prefilling: int = 0,
     ) -> None:
         self._job, self._max_tokens, self._draw = job, max_tokens, draw
-        self._pause, self._learns = STANDARD.pause_seconds, learns
+        self._pause, self._learns, self._num_prefilling = STANDARD.pause_seconds, learns, num_prefilling
         self._plans_from = began_at + STANDARD.rest_seconds  # samples that just moved rest
         self._generators: dict[int, _KnownGenerator] = {}
         self._earlier: dict[int, set[str]] = {}  # replaced incarnations
@@ -248,6 +249,7 @@ class FleetKnowledge:
             free_tokens=[load.num_free_tokens for load in loads],
             weights_version=[load.weights_version for load in loads],
             is_leaving=[load.is_leaving for load in loads],
+            is_prefilling=[load.worker < self._num_prefilling for load in loads],
             host=[numbers[load.host] for load in loads],
             generator=np.repeat(np.arange(len(loads)), counts),
             generated=generated,

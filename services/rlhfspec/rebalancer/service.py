@@ -36,6 +36,7 @@ class RebalancerService(Service):
             work=work_of(job.spec),
             elastic=elastic_of(job.spec),
             learns=job.spec.generation.speculation.learning != OFF,
+            num_prefilling=job.spec.roles.generator.prefill_workers,
         )
         self._num_plans = 0
         self._planned_at = self._told_at = -float("inf")

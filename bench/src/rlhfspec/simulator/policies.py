@@ -91,6 +91,7 @@ class Ours:
             free_tokens=np.full(count, MUCH),
             weights_version=np.zeros(count, np.int64),
             is_leaving=~snapshot.is_alive,
+            is_prefilling=np.zeros(count, bool),
             host=snapshot.host,
             generator=snapshot.generator,
             generated=snapshot.generated,

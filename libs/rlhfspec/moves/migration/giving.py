@@ -29,6 +29,7 @@ _HURRIED_SECONDS = 1.5  # for the first answer when leaving: another peer may be
 _NO_KV = 1 << 30  # a position behind every KV position
 LEAST_BYTES = 1 << 18  # smaller ranges say nothing about bandwidth
 _NEWEST_WEIGHT = 0.3  # weight of the newest measurement
+_CHUNK_SECONDS = 0.01  # between two looks for the next chunk of a prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +110,12 @@ class MoveContext:
 
 
 class Giving:
-    def __init__(self, move: Move, peer: Peer, machine: MoveSource, place: MoveContext, *, must_go: bool) -> None:
+    def __init__(
+        self, move: Move, peer: Peer, machine: MoveSource, place: MoveContext, *, must_go: bool, prefilled: bool
+    ) -> None:
         self._move, self._peer, self._machine, self._place = move, peer, machine, place
-        self._must_go = must_go
+        self._must_go, self._prefilled = must_go, prefilled
+        self._num_prompt_tokens = 0
         self._give_up = ""
         self._was_answered = False
         self._asking: asyncio.Task[bytes] | None = None
@@ -130,6 +134,10 @@ class Giving:
         self._give_up = reason
         if self._asking is not None:
             self._asking.cancel()
+
+    def hurry(self) -> None:
+        """Go without the rest of the prompt's KV."""
+        self._prefilled = False
 
     async def run(self) -> Moved:
         actions = deque(self._machine.start())
@@ -178,6 +186,8 @@ class Giving:
         manifest: Manifest = await self._place.calls.call(lambda: self._place.engine.manifest(self._move.sample_id))
         self._num_tokens, self._num_spaces = manifest.num_tokens, len(manifest.fingerprints)
         self._mark = None
+        if self._prefilled:
+            return self._describe_prefilled(manifest)
         choice = self._place.costs.choose(
             self._peer.name, manifest.num_tokens, gain_seconds=self._move.gain_seconds, must_go=self._must_go
         )
@@ -187,7 +197,25 @@ class Giving:
         has_kv = bool(manifest.epoch) and choice.how == "kv"
         return machines.Described(to_bytes(manifest), manifest.weights_version, has_kv)
 
+    def _describe_prefilled(self, manifest: Manifest) -> Event:
+        self._num_prompt_tokens = len(manifest.request.prompt_token_ids)
+        if not manifest.epoch:
+            return Failed("waits", "it has no KV yet")
+        return machines.Described(to_bytes(manifest), manifest.weights_version, True)
+
+    @property
+    def _is_prefilling(self) -> bool:
+        return self._prefilled and self._mark is not None and self._mark.positions[0] < self._num_prompt_tokens
+
     async def _pack(self, mark: Watermark, offer: str, key: str) -> Event:
+        """Pack the next range; while the prompt is being prefilled, wait for a chunk."""
+        while not (packed := await self._pack_once(mark, offer, key)).num_bytes:
+            if self._give_up or not self._is_prefilling:
+                break
+            await self._place.clock.sleep(_CHUNK_SECONDS)
+        return packed
+
+    async def _pack_once(self, mark: Watermark, offer: str, key: str) -> PackedKV:
         """Pack KV after `mark` between two steps, and send it while the engine runs."""
         if len(mark.positions) != self._num_spaces:
             raise MalformedRecord(f"a watermark of {len(mark.positions)} KV spaces, not {self._num_spaces}")
@@ -209,7 +237,7 @@ class Giving:
         self._place.costs.learn_size(1, sum(widths))
         num_bytes = _size(kv)
         self._sending = self._send(way, offer, key, num_bytes)
-        is_last = num_bytes + max(widths) <= len(room)
+        is_last = num_bytes + max(widths) <= len(room) and not self._is_prefilling
         return PackedKV(to_bytes(kv, has_kv=False), to_bytes(kv.end), num_bytes, is_last)
 
     async def _detach(self, mark: bytes, offer: str, key: str) -> Event:

@@ -15,7 +15,7 @@ from rlhfspec.moves.migration.links.opening import Links
 from rlhfspec.moves.migration.source import MoveSource
 from rlhfspec.moves.migration.taking import Taking
 
-_MAX_OUTGOING_MOVES = 4  # outgoing at once; others wait
+MAX_OUTGOING_MOVES = 4  # outgoing at once; others wait
 _LAST_NOTIFICATIONS_SECONDS = 0.5  # for pending notifications
 
 
@@ -41,7 +41,7 @@ class Mover:
         )
         self.costs = self._place.costs
         self._numbers = itertools.count(1)
-        self._free = asyncio.Semaphore(_MAX_OUTGOING_MOVES)
+        self._free = asyncio.Semaphore(MAX_OUTGOING_MOVES)
         self._giving: dict[str, Giving] = {}  # by sample
         self._tasks: set[asyncio.Task[Moved]] = set()
         self._is_closed = False
@@ -51,8 +51,11 @@ class Mover:
         """Return the arriving and leaving samples, whose prompts must not start here."""
         return self._taking.arriving | self._giving.keys()
 
-    async def move(self, move: Move, peer: Peer, *, must_go: bool = False) -> Moved:
-        """Move a sequence, even if the caller is cancelled. If KV cannot move: send tokens if `must_go`, else stay."""
+    async def move(self, move: Move, peer: Peer, *, must_go: bool = False, prefilled: bool = False) -> Moved:
+        """Move a sequence, even if the caller is cancelled. If KV cannot move: send tokens if `must_go`, else stay.
+
+        With `prefilled` it goes once its whole prompt is prefilled here, however long its KV takes.
+        """
         reason = self._why_not(move)
         if reason:
             return _kept(move, reason)
@@ -60,7 +63,8 @@ class Mover:
             move.id, move.sample_id, source=self.incarnation, destination=peer.incarnation, numbers=self._numbers,
             must_go=must_go,
         )  # fmt: skip
-        giving = self._giving[move.sample_id] = Giving(move, peer, machine, self._place, must_go=must_go)
+        giving = Giving(move, peer, machine, self._place, must_go=must_go, prefilled=prefilled)
+        self._giving[move.sample_id] = giving
         task = asyncio.create_task(self._run(giving, move))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -74,7 +78,9 @@ class Mover:
         return await self._taking.answer(data)
 
     async def refuse(self) -> None:
-        """Refuse arrivals; local sequences may still leave."""
+        """Refuse arrivals; local sequences may still leave, but no prompt is prefilled any more."""
+        for giving in self._giving.values():
+            giving.hurry()
         await self._taking.refuse()
 
     async def close(self) -> None:

@@ -50,6 +50,7 @@ class Fleet:
     free_tokens: Ints  # of free KV blocks
     weights_version: Ints
     is_leaving: BoolArray
+    is_prefilling: BoolArray  # takes prompts and hands its sequences over by itself
     host: Ints
 
     generator: Ints
@@ -69,6 +70,11 @@ class Fleet:
     @property
     def num_sequences(self) -> int:
         return len(self.generator)
+
+    @property
+    def takes_part(self) -> BoolArray:
+        """Return [N]: whether sequences may move to and, for a better balance, from a generator."""
+        return ~(self.is_leaving | self.is_prefilling)
 
     @property
     def starts(self) -> Ints:
@@ -108,13 +114,14 @@ class Fleet:
         free_tokens: Numbers | None = None,
         weights_version: Numbers | None = None,
         is_leaving: Numbers | None = None,
+        is_prefilling: Numbers | None = None,
         host: Numbers | None = None,
         generated: Numbers | None = None,
         held: Numbers | None = None,
         limit: Numbers | None = None,
         moved_at: Numbers | None = None,
     ) -> Fleet:
-        """Build a fleet; defaults are unlimited room, one weights version, none leaving, one engine per host."""
+        """Build a fleet; defaults: unlimited room, one weights version, none leaving or prefilling, a host each."""
         num_generators, num_sequences = len(step_seconds), len(generator)
 
         def ints(given: Numbers | None, default: int, size: int) -> Ints:
@@ -137,6 +144,7 @@ class Fleet:
             free_tokens=ints(free_tokens, MUCH, num_generators),
             weights_version=ints(weights_version, 0, num_generators),
             is_leaving=ints(is_leaving, 0, num_generators).astype(bool),
+            is_prefilling=ints(is_prefilling, 0, num_generators).astype(bool),
             host=np.arange(num_generators) if host is None else np.asarray(host, np.int64),
             generator=np.asarray(generator, np.int64),
             generated=ints(generated, 0, num_sequences),

@@ -32,7 +32,7 @@ def engines_to_run(fleet: Fleet, settings: PlannerSettings) -> Running:
     step, sequence = fleet.step_seconds.copy(), fleet.sequence_seconds.copy()
     total, longest = fleet.work()
     for host in _hosts_to_ask(fleet, settings).tolist():
-        engines = np.flatnonzero((fleet.host == host) & ~fleet.is_leaving)
+        engines = np.flatnonzero((fleet.host == host) & fleet.takes_part)
         number = _best_number(fleet, engines, total[engines], longest[engines], settings)
         step[engines], sequence[engines] = _curves(fleet, engines, number)
         order = np.argsort(-(step * longest + sequence * total)[engines], kind="stable")
@@ -43,7 +43,7 @@ def engines_to_run(fleet: Fleet, settings: PlannerSettings) -> Running:
 
 
 def _hosts_to_ask(fleet: Fleet, settings: PlannerSettings) -> Ints:
-    staying = ~fleet.is_leaving
+    staying = fleet.takes_part
     hosts, place = np.unique(fleet.host[staying], return_inverse=True)
     several = np.bincount(place, minlength=len(hosts)) > 1
     if not several.any():

@@ -104,7 +104,7 @@ class _State:
         return bool(len(pairs.source)) and self._move_one_each(pairs)
 
     def _pairs(self) -> _Pairs:
-        stays = ~(self.fleet.is_leaving | self.is_closing)
+        stays = self.fleet.takes_part & ~self.is_closing
         sources = np.flatnonzero(stays & (self.num_sequences > 0))
         places = np.flatnonzero(stays & (self.rows > 0) & (self.tokens > 0))
         sources = sources[np.argsort(-self.ends[sources], kind="stable")]
@@ -212,7 +212,7 @@ class _State:
         chosen = self._handed_over(is_source)
         if not len(chosen):
             return
-        stays = np.flatnonzero(~(self.fleet.is_leaving | self.is_closing) & (self.rows > 0))
+        stays = np.flatnonzero(self.fleet.takes_part & ~self.is_closing & (self.rows > 0))
         heaps: dict[int, list[_Entry]] = {}
         for place in stays.tolist():
             heaps.setdefault(int(group[place]), []).append(self._entry(place))

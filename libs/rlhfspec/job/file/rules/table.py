@@ -234,6 +234,21 @@ _OF_GENERATORS = (
         )
         for name in ENGINES.where(lambda entry: not entry.is_movable)
     ),
+    JobRule(
+        "roles.generator.prefillWorkers",
+        "roles.generator.prefillWorkers == 0 or roles.generator.prefillWorkers < roles.generator.workers",
+        "leaves no worker to decode: must be less than roles.generator.workers ({roles.generator.workers})",
+    ),
+    JobRule(
+        "roles.generator.prefillWorkers",
+        "roles.generator.prefillWorkers == 0 or generation.engine.name == 'own'",
+        "needs the engine own, whose samples move with their KV: must be 0",
+    ),
+    JobRule(
+        "roles.generator.prefillWorkers",
+        "roles.generator.prefillWorkers == 0 or roles.generator.replicas is None",
+        "needs a fixed number of generators: must be 0 with roles.generator.replicas",
+    ),
     *(
         JobRule(
             "roles.generator.tensorParallel",
