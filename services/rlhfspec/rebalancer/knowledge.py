@@ -126,6 +126,8 @@ class FleetKnowledge:
         self._settles_at: dict[int, float] = {}  # earlier loads do not show how a move ended
         self._rests: OrderedDict[str, tuple[float, int]] = OrderedDict()  # start of a sample's rest; refusals in a row
         self._num_moves = 0
+        self._step = 0
+        self._lengths: dict[str, tuple[int, list[int]]] = {}  # of the newest step, by group: prompt, responses
 
     @property
     def num_moves(self) -> int:
@@ -153,8 +155,30 @@ class FleetKnowledge:
         self._rests.pop(sample.id, None)
         if sample.finish_reason != "error":
             length = len(sample.token_ids)
+            self._keep_length(sample, length)
             self._residual.learn(length, factor=self._factors.of(sample.group_id))
             self._factors.learn(sample.group_id, hash(sample.prompt_token_ids), length)
+
+    def _keep_length(self, sample: Sample, length: int) -> None:
+        if sample.purpose == "training" and sample.step > self._step:
+            self._step, self._lengths = sample.step, {}
+        if sample.purpose == "training" and sample.step == self._step:
+            self._lengths.setdefault(sample.group_id, (len(sample.prompt_token_ids), []))[1].append(length)
+
+    def costs(self) -> dict[str, object] | None:
+        """Return learnt costs of the median generator and the newest step's lengths, for a simulation."""
+        loads = [generator.load for generator in self._generators.values()]
+        prefill = [load.prefill_seconds for load in loads if load.prefill_seconds]
+        if not (prefill and self._lengths):
+            return None
+        step, sequence = (float(np.median(each)) for each in self._curves(loads, self._among_others))
+        return {
+            "step_seconds": step,
+            "sequence_seconds": sequence,
+            "prefill_seconds": float(np.median(prefill)),
+            "pause_seconds": self._pause,
+            "prompts": [{"tokens": tokens, "responses": each} for tokens, each in self._lengths.values()],
+        }
 
     def moved(self, moved: Moved, now: float) -> None:
         self._under_way.pop(moved.id, None)

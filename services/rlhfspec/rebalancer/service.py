@@ -53,6 +53,8 @@ class RebalancerService(Service):
             while not self.stopping.is_set():
                 if await self._hear(loads, all_moved, samples) and self._is_due():
                     await self._plan()
+            if (costs := self.knowledge.costs()) is not None:
+                await self.in_thread(self._moves.costs, costs)
 
     async def _hear(self, loads: Inbox[Load], all_moved: Inbox[Moved], samples: Inbox[Sample]) -> bool:
         """Record pending loads, move outcomes and samples, and return whether there were any."""

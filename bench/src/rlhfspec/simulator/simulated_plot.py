@@ -1,8 +1,8 @@
-"""Plots of simulated stages: generators over time, lengths, moves."""
+"""Plots of simulated stages (generators over time, lengths, moves) and of simulated serving."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from rlhfspec.common.arrays import Floats
 from rlhfspec.simulator.lengths import Ints, Workload
 from rlhfspec.simulator.picture import drawn
 from rlhfspec.simulator.scenario import StageOutcome
+from rlhfspec.simulator.serving import GOOD_SHARE, Found
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -93,3 +94,24 @@ def _lengths(axis: Axes, work: Workload) -> None:
         xlabel="tokens of a response", ylabel="sequences", title=f"{work.num_sequences} lengths, at most {work.limit}"
     )
     axis.grid(alpha=0.3)
+
+
+def draw_serving(found: Sequence[Found], path: Path, *, title: str) -> None:
+    """Draw the share of requests within the targets by their rate, and the seconds of a stage, by placement."""
+    with drawn(path, dpi=110, figsize=(11, 4.2)) as figure:
+        serving, stage = figure.subplots(1, 2, width_ratios=[3, 2])
+        for each in found:
+            rates, shares = zip(*each.shares, strict=True)
+            label = f"{each.placement}, chunk {each.placement.chunk}: {each.goodput:.3g}"
+            serving.plot(rates, shares, marker="o", markersize=3, label=label)
+        serving.axhline(GOOD_SHARE, color=_GREY, linestyle=":")
+        serving.set(xlabel="requests a second", ylabel="share within the targets", ylim=(0, 1.02))
+        serving.set_xlim(0, 1.5 * max(found[0].goodput, min(rates)))
+        serving.legend()
+        names = [str(each.placement) for each in found]
+        stage.barh(names, [each.stage_seconds for each in found], color=_BLUE)
+        stage.invert_yaxis()
+        stage.set(xlabel="seconds of a stage: all prompts at once")
+        for axis in (serving, stage):
+            axis.grid(alpha=0.3)
+        figure.suptitle(title)

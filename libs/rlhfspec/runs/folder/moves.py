@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from rlhfspec.messages.records import Moved, Plan
 from rlhfspec.telemetry.folder import append_lines
 
-MOVES_FILE = "moves.jsonl"
+MOVES_FILE, COSTS_FILE = "moves.jsonl", "costs.json"
 _ENDS = {"num_samples", "num_generators", "latest_end", "latest_end_after"}
 _LINE_KEYS = {
     "plan": {"at", "id", "moves", "why_not", "dry", *_ENDS},
@@ -37,6 +37,16 @@ class MovesFile:
     def moved(self, records: Iterable[Moved]) -> None:
         at = round(self._now(), 3)
         self._append([{"kind": "moved", "at": at, **asdict(record)} for record in records])
+
+    def costs(self, content: Mapping[str, Any]) -> None:
+        """Write `costs.json`: what steps, prefill and moves cost here, and the lengths of the latest step."""
+        path = self._path.with_name(COSTS_FILE)
+        try:
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text(json.dumps(content) + "\n")
+            temporary.replace(path)
+        except OSError as error:
+            log.warning("costs are not written: %s: %s", path, error.strerror)
 
     def _append(self, lines: list[dict[str, Any]]) -> None:
         if self._is_broken:

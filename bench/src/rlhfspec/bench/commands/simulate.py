@@ -13,6 +13,7 @@ import typer
 from rich.table import Table
 
 from rlhfspec.bench.commands.simulate_fusion import simulate_fusion
+from rlhfspec.bench.commands.simulate_serving import simulate_serving
 from rlhfspec.cli.commands.job import Set
 from rlhfspec.cli.problems import exit_on_problems
 from rlhfspec.cli.progress import wide_console
@@ -74,10 +75,12 @@ Calibrate = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Out = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Also plot the first seed to DIR/simulated.png, or DIR/fused.png.")
+    Path | None,
+    typer.Option("--out", "--plot", metavar="DIR", help="Also plot to DIR: simulated.png, fused.png or served.png."),
 ]
 MaybeJob = Annotated[
-    Path | None, typer.Argument(metavar="[JOB]", help="Job file; not needed with --fuse.", show_default=False)
+    Path | None,
+    typer.Argument(metavar="[JOB]", help="Job file; not needed with --fuse or --serve.", show_default=False),
 ]
 Fuse = Annotated[
     str | None,
@@ -86,6 +89,18 @@ Fuse = Annotated[
         help="Simulate actor and critic trained interleaved on one pipeline; the critic is CRITIC times as large.",
     ),
 ]
+Serve = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="RUN|FILE",
+        help="Simulate requests to generators that prefill and decode together or apart, by the costs and lengths that "
+        "a run learnt (its costs.json).",
+    ),
+]
+FirstMs = Annotated[
+    float, typer.Option("--ttft", min=0, help="With --serve: target of the first token, in milliseconds.")
+]
+TokenMs = Annotated[float, typer.Option("--tpot", min=0, help="With --serve: target per later token, in milliseconds.")]
 
 app = typer.Typer(add_completion=False)
 _ALL = ("none", "threshold", "knee", "counts", "ours", "pull+none", "pull+ours", "ours-knowing")
@@ -113,14 +128,25 @@ def simulate(
     as_json: AsJson = False,
     out: Out = None,
     fuse: Fuse = None,
+    serve: Serve = None,
+    ttft: FirstMs = 500.0,
+    tpot: TokenMs = 50.0,
 ) -> None:
     """Simulate the generation stage of a job: when each policy would finish it, compared with the optimum."""
     with exit_on_problems():
         if fuse is not None:
             simulate_fusion(fuse, as_json=as_json, out=out)
             return
+        if serve is not None:
+            simulate_serving(
+                serve, first_ms=ttft, token_ms=tpot, generators=generators or 2, rows=rows or 256, seeds=seeds,
+                as_json=as_json, out=out,
+            )  # fmt: skip
+            return
         if job is None:
-            raise InvalidRequest("JOB", None, "must be given: a stage of a job is simulated (or give --fuse)")
+            raise InvalidRequest(
+                "JOB", None, "must be given: a stage of a job is simulated (or give --fuse or --serve)"
+            )
         from rlhfspec.job.file import read_job
         from rlhfspec.simulator.step_curves import curve_named
 
