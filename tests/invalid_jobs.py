@@ -224,6 +224,16 @@ BY_HAND = [
     Wrong({"roles.generator.replicas": {"min": 2, "max": 4}}, "spec.roles.generator.workers"),
     Wrong({"roles.generator": {"workers": 5, "replicas": {"max": 4}}}, "spec.roles.generator.workers"),
     Wrong({"roles.generator.replicas": {"max": 4}, "rebalance.mode": "off"}, "spec.rebalance.mode"),
+    Wrong({"roles.generator": {"prefillWorkers": 1}}, "spec.roles.generator.prefillWorkers"),
+    Wrong({"roles.generator": {"workers": 2, "prefillWorkers": 2}}, "spec.roles.generator.prefillWorkers"),
+    Wrong(
+        {"roles.generator": {"workers": 2, "prefillWorkers": 1}, "generation.engine.name": "vllm"},
+        "spec.roles.generator.prefillWorkers",
+    ),
+    Wrong(
+        {"roles.generator": {"workers": 2, "prefillWorkers": 1, "replicas": {"max": 4}}},
+        "spec.roles.generator.prefillWorkers",
+    ),
     Wrong({"roles.generator.tensorParallel": 2, "training.exactOnPolicy": True}, "spec.roles.generator.tensorParallel"),
     Wrong({"roles.reward.replicas": {"max": 4}}, "spec.roles.reward.replicas"),
     Wrong({"roles.reward.resources": {"limit": {"cpu": 1}}}, "spec.roles.reward.resources.limit"),

@@ -73,8 +73,8 @@ class GeneratorWorkers(Workers):
     )
     prefill_workers: Natural = Field(
         0,
-        description="Number of workers, the first ones, that take all prompts and hand each sample over to another "
-        "worker once its prompt is prefilled; 0: every worker takes prompts.",
+        description="Number of workers, the first ones, that prefill all prompts, and then hand samples over to the "
+        "others; 0: all workers do both.",
     )
     link: LinkName = Field(
         "auto", description="How the KV cache of a moved sample is transferred; auto: shm within a host, else tcp."

@@ -15,7 +15,7 @@ import yaml
 from advice import Adviser, Listener
 from disks import fill
 from faults.processes import named, slowed
-from runs import curve_of, samples_of, train, write_job
+from runs import curve_of, rlhfspec, samples_of, train, write_job
 from started import OFF, Started, caught, eventually, hold_rewards
 from traced_moves import check_traces
 
@@ -147,6 +147,34 @@ def in_the_middle(listener: Listener) -> list[int]:
 
 def num_tokens(samples: bytes) -> int:
     return sum(len(json.loads(line)["tokens"]) for line in samples.splitlines())
+
+
+APART = ("generation.maxTokens=96", "generation.ignoreEos=true", "training.promptsPerStep=6", "training.steps=5")
+APART += ("generation.kvCacheTokens=65536", "roles.generator.workers=3", "roles.generator.prefillWorkers=1")
+
+
+def test_with_prefill_workers_no_decoder_prefills_and_kills_change_no_bit(
+    job_file: Path, starting: Callable[..., Started]
+) -> None:
+    """The prefill worker is killed in one step, a decoder in another."""
+    whole = train(job_file, "one", *APART, "roles.generator.prefillWorkers=0", "roles.generator.workers=1")
+    run = starting("many", *APART)
+    run.until("(8 of 8)")
+    with Listener(run.folder / "processes" / "connections.json") as listener:
+        for step, worker in ((1, 0), (2, 1)):
+            run.until(f"step {step}/")
+            os.kill(run.pid_of("generator", worker), signal.SIGKILL)
+        code, output = run.ended()
+    assert code == 0, output
+    run.check_alike(whole)
+    assert listener.loads[0].num_prefilled > 0
+    assert [listener.loads[decoder].num_prefilled for decoder in (1, 2)] == [0, 0]
+    assert all(listener.loads[decoder].num_tokens > 0 for decoder in (1, 2))
+    handed_over = [moved for moved in listener.moved if "/prefilled/" in moved.id and moved.how == "kv"]
+    print(f"{len(handed_over)} handed over: {dict(listener.outcomes)}")
+    assert len(handed_over) >= 20
+    shown = rlhfspec("simulate", "--serve", run.folder, "--generators", "3", "--seeds", "1")
+    assert "apart, 1 + 2" in shown
 
 
 def test_a_disk_full_at_the_start_is_refused_with_the_needed_room(job_file: Path, small_disk: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from askers import asking, served
 from movers import LONG, TOKENS, Generator, all_bits, alone, generators
-from moving import SUFFIX, TREE, model
+from moving import SUFFIX, TREE, bits, drain, make, model, request
 
 from rlhfspec.errors import LinkError, MalformedRecord
 from rlhfspec.messages.records import Moved
@@ -80,6 +80,48 @@ async def test_both_ends_of_moves_report_growing_progress(speculation: Any) -> N
     assert all(now[name] >= then for before, now in pairwise(steps) for name, then in before.items())
     assert left[-1].num_verifications <= done.stats.num_verifications
     assert done.stats.num_moves == 4
+
+
+class CountingControl(DirectControl):
+    num_ranges = 0
+
+    async def ask(self, peer: Peer, message: bytes, **options: Any) -> bytes:
+        self.num_ranges += isinstance(messages.told(message), messages.Range)
+        return await super().ask(peer, message, **options)
+
+
+PROMPT = tuple(number % 250 for number in range(400))
+
+
+@pytest.mark.parametrize("is_hurried", [False, True])
+async def test_a_prefilled_move_sends_chunk_by_chunk_and_leaves_with_the_whole_prompt(is_hurried: bool) -> None:
+    """More ranges than an ordinary move has were sent before the first token. A generator that leaves waits no more."""
+    options = LONG | {"prefill_chunk": 1}
+    control = CountingControl()
+    async with generators(control=control, **options) as (here, there):
+        await here.submit("x", prompt=PROMPT, max_tokens=20)
+        await here.until(lambda: here.steps)
+        moving = asyncio.create_task(here.move("x", there, gain=0.0, prefilled=True))
+        await here.until(lambda: control.num_ranges > 3)
+        if is_hurried:
+            await here.mover.refuse()
+        moved = await moving
+        await there.until(lambda: "x" in there.finished)
+        num_prefilled = there.engine.stats().num_prefill_tokens
+    assert moved.how == "kv"
+    assert bool(num_prefilled) == is_hurried
+    engine = make(**options)
+    engine.submit(request("x", PROMPT, max_tokens=20))
+    assert bits(there.finished["x"]) == bits(drain(engine)["x"])
+
+
+async def test_a_prefilled_move_leaves_a_waiting_sequence_where_it_is() -> None:
+    async with generators(**LONG | {"max_sequences": 1}) as (here, there):
+        await here.submit("x", seed=1, max_tokens=200)
+        await here.until(lambda: here.steps)
+        await here.submit("y", seed=2, max_tokens=2)
+        moved = await here.move("y", there, prefilled=True)
+    assert (moved.how, moved.reason) == ("kept", "waits: it has no KV yet")
 
 
 ASK = messages.Ask(move="m", sample="x", number=1, source="s", destination="d")

@@ -73,6 +73,17 @@ def test_the_plan_equals_that_of_the_slow_planner(seed: int) -> None:
 
 
 @given(st.integers(0, 1 << 32))
+@settings(max_examples=200, deadline=None)
+def test_a_plan_moves_nothing_to_prefill_workers_and_only_leaving_ones_are_emptied(seed: int) -> None:
+    fleet = random_fleet(seed)
+    prefilling = np.arange(fleet.num_generators) < fleet.num_generators / 2
+    fleet = replace(fleet, is_prefilling=prefilling)
+    planned = plan(fleet, NOW, PROMPT)
+    assert not prefilling[planned.destination].any()
+    assert (fleet.is_leaving | ~prefilling)[planned.source].all()
+
+
+@given(st.integers(0, 1 << 32))
 @settings(max_examples=300, deadline=None)
 def test_a_plan_makes_only_allowed_moves(seed: int) -> None:
     fleet = random_fleet(seed)

@@ -68,7 +68,7 @@ class Arrival(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Answer:
+class SimulatedAnswer:
     arrived: float
     began: float  # time of its first token
     length: int
@@ -90,8 +90,8 @@ class Answer:
 @dataclass(slots=True, eq=False)
 class _Engine:
     prompts: deque[list[Any]] = field(default_factory=deque)  # [tokens left, arrival]
-    ends: list[tuple[int, int, Answer]] = field(default_factory=list)  # heap by last step
-    staying: deque[Answer] = field(default_factory=deque)  # to be handed over
+    ends: list[tuple[int, int, SimulatedAnswer]] = field(default_factory=list)  # heap by last step
+    staying: deque[SimulatedAnswer] = field(default_factory=deque)  # to be handed over
     num_running: int = 0
     num_steps: int = 0
     is_stepping: bool = False
@@ -99,12 +99,12 @@ class _Engine:
     num_moves: int = 0
 
 
-def run(costs: ServingCosts, placement: Placement, arrivals: Sequence[Arrival], *, rows: int) -> list[Answer]:
+def run(costs: ServingCosts, placement: Placement, arrivals: Sequence[Arrival], *, rows: int) -> list[SimulatedAnswer]:
     """Return the answers to all arrivals. `rows`: sequences that a generator runs at once."""
-    return list(_Run(costs, placement, rows).answers(arrivals))
+    return list(_ServingRun(costs, placement, rows).answers(arrivals))
 
 
-class _Run:
+class _ServingRun:
     def __init__(self, costs: ServingCosts, placement: Placement, rows: int) -> None:
         self._costs, self._chunk, self._rows = costs, placement.chunk, rows
         engines = [_Engine() for _ in range(placement.num_generators)]
@@ -114,7 +114,7 @@ class _Run:
         self._numbers = count()
         self._queue: deque[Arrival] = deque()
 
-    def answers(self, arrivals: Sequence[Arrival]) -> Iterator[Answer]:
+    def answers(self, arrivals: Sequence[Arrival]) -> Iterator[SimulatedAnswer]:
         for arrival in arrivals:
             self._at(arrival.at, arrival)
         while self._events:
@@ -124,7 +124,7 @@ class _Run:
                     self._queue.append(event)
                 case _Engine():
                     yield from self._end_step(event, now)
-                case (_Engine(), _Engine(), Answer()):
+                case (_Engine(), _Engine(), SimulatedAnswer()):
                     self._land(*event, now)
             self._hand_out(now)
 
@@ -157,13 +157,13 @@ class _Run:
         engine.is_stepping = True
         self._at(now + self._costs.seconds(engine.num_running, self._chunk - budget), engine)
 
-    def _end_step(self, engine: _Engine, now: float) -> Iterator[Answer]:
+    def _end_step(self, engine: _Engine, now: float) -> Iterator[SimulatedAnswer]:
         engine.is_stepping = False
         engine.num_steps += 1
         while engine.prompts and not engine.prompts[0][0]:
             _, arrival = engine.prompts.popleft()
             for length in arrival.responses:
-                self._join(engine, Answer(arrival.at, now, length, length - 1))
+                self._join(engine, SimulatedAnswer(arrival.at, now, length, length - 1))
         while engine.ends and engine.ends[0][0] <= engine.num_steps:
             last, _, answer = heapq.heappop(engine.ends)
             if answer.where is engine and answer.last_step == last:  # else it moved
@@ -174,7 +174,7 @@ class _Run:
         self._hand_over(engine, now)
         self._begin_step(engine, now)
 
-    def _join(self, engine: _Engine, answer: Answer) -> None:
+    def _join(self, engine: _Engine, answer: SimulatedAnswer) -> None:
         answer.where, answer.last_step = engine, engine.num_steps + answer.left + engine.is_stepping
         heapq.heappush(engine.ends, (answer.last_step, next(self._numbers), answer))
         engine.num_running += 1
@@ -192,7 +192,7 @@ class _Run:
                 decoder.rows += 1
                 self._at(now + _PAUSES_OF_A_MOVE * self._costs.pause_seconds, (source, decoder, answer))
 
-    def _land(self, source: _Engine, decoder: _Engine, answer: Answer, now: float) -> None:
+    def _land(self, source: _Engine, decoder: _Engine, answer: SimulatedAnswer, now: float) -> None:
         source.num_moves -= 1
         if answer.where is source:
             answer.left = answer.last_step - source.num_steps
@@ -206,18 +206,18 @@ class _Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Targets:
+class ServingTargets:
     first_seconds: float  # to the first token
     token_seconds: float  # between two tokens, on average over a response
 
-    def share(self, answers: Sequence[Answer]) -> float:
+    def share(self, answers: Sequence[SimulatedAnswer]) -> float:
         """Return the share of answers within both targets."""
         good = [each.first <= self.first_seconds and each.per_token <= self.token_seconds for each in answers]
         return sum(good) / len(good)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class PlacementFound:
     """Goodput of a placement with its best chunk: requests a second, `GOOD_SHARE` of which are within the targets."""
 
     placement: Placement
@@ -227,8 +227,8 @@ class Found:
 
 
 def search(
-    costs: ServingCosts, targets: Targets, *, num_generators: int, rows: int, seeds: Sequence[int]
-) -> list[Found]:
+    costs: ServingCosts, targets: ServingTargets, *, num_generators: int, rows: int, seeds: Sequence[int]
+) -> list[PlacementFound]:
     """Return each placement with its best chunk, the best placement first."""
     apart = sorted({max(round(num_generators * share / 8), 1) for share in range(1, 8)} & set(range(1, num_generators)))
     found = []
@@ -240,7 +240,9 @@ def search(
     return sorted(found, key=lambda each: -each.goodput)
 
 
-def _found(costs: ServingCosts, targets: Targets, placement: Placement, rows: int, seeds: Sequence[int]) -> Found:
+def _found(
+    costs: ServingCosts, targets: ServingTargets, placement: Placement, rows: int, seeds: Sequence[int]
+) -> PlacementFound:
     def share(rate: float) -> float:
         served = [answer for seed in seeds for answer in run(costs, placement, arrivals(costs, rate, seed), rows=rows)]
         return targets.share(served)
@@ -254,7 +256,7 @@ def _found(costs: ServingCosts, targets: Targets, placement: Placement, rows: in
     stage = run(
         costs, placement, [Arrival(0.0, each.tokens, tuple(each.responses)) for each in costs.prompts], rows=rows
     )
-    return Found(
+    return PlacementFound(
         placement=placement,
         goodput=low,
         stage_seconds=max(answer.ended for answer in stage),

@@ -12,7 +12,7 @@ from rlhfspec.common.arrays import Floats
 from rlhfspec.simulator.lengths import Ints, Workload
 from rlhfspec.simulator.picture import drawn
 from rlhfspec.simulator.scenario import StageOutcome
-from rlhfspec.simulator.serving import GOOD_SHARE, Found
+from rlhfspec.simulator.serving import GOOD_SHARE, PlacementFound
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -96,7 +96,7 @@ def _lengths(axis: Axes, work: Workload) -> None:
     axis.grid(alpha=0.3)
 
 
-def draw_serving(found: Sequence[Found], path: Path, *, title: str) -> None:
+def draw_serving(found: Sequence[PlacementFound], path: Path, *, title: str) -> None:
     """Draw the share of requests within the targets by their rate, and the seconds of a stage, by placement."""
     with drawn(path, dpi=110, figsize=(11, 4.2)) as figure:
         serving, stage = figure.subplots(1, 2, width_ratios=[3, 2])

@@ -138,10 +138,7 @@ def simulate(
             simulate_fusion(fuse, as_json=as_json, out=out)
             return
         if serve is not None:
-            simulate_serving(
-                serve, first_ms=ttft, token_ms=tpot, generators=generators or 2, rows=rows or 256, seeds=seeds,
-                as_json=as_json, out=out,
-            )  # fmt: skip
+            simulate_serving(serve, (ttft, tpot), generators or 2, rows or 256, seeds, as_json=as_json, out=out)
             return
         if job is None:
             raise InvalidRequest(

@@ -15,17 +15,23 @@ from rlhfspec.errors import InvalidRequest
 from rlhfspec.runs.folder.moves import COSTS_FILE
 
 if TYPE_CHECKING:
-    from rlhfspec.simulator.serving import Found, ServingCosts, Targets
+    from rlhfspec.simulator.serving import PlacementFound, ServingCosts, ServingTargets
 
 
 def simulate_serving(
-    path: Path, *, first_ms: float, token_ms: float, generators: int, rows: int, seeds: int, as_json: bool,
+    path: Path,
+    targets_ms: tuple[float, float],
+    generators: int,
+    rows: int,
+    seeds: int,
+    *,
+    as_json: bool,
     out: Path | None,
-) -> None:  # fmt: skip
-    from rlhfspec.simulator.serving import Targets, search
+) -> None:
+    from rlhfspec.simulator.serving import ServingTargets, search
 
     costs = _costs(path)
-    targets = Targets(first_seconds=first_ms / 1e3, token_seconds=token_ms / 1e3)
+    targets = ServingTargets(first_seconds=targets_ms[0] / 1e3, token_seconds=targets_ms[1] / 1e3)
     found = search(costs, targets, num_generators=generators, rows=rows, seeds=range(1, seeds + 1))
     if out is not None:
         from rlhfspec.simulator.simulated_plot import draw_serving
@@ -56,12 +62,12 @@ def _costs(path: Path) -> ServingCosts:
         raise InvalidRequest("--serve", str(file), f"{place}: {first['msg']}") from None
 
 
-def _title(generators: int, targets: Targets) -> str:
+def _title(generators: int, targets: ServingTargets) -> str:
     first, token = targets.first_seconds * 1e3, targets.token_seconds * 1e3
     return f"simulated: {generators} generators, first token within {first:g} ms, then {token:g} ms a token"
 
 
-def _rows(found: list[Found]) -> list[dict[str, object]]:
+def _rows(found: list[PlacementFound]) -> list[dict[str, object]]:
     return [
         {
             "placement": str(each.placement),
@@ -75,7 +81,7 @@ def _rows(found: list[Found]) -> list[dict[str, object]]:
     ]
 
 
-def _table(found: list[Found], title: str) -> Table:
+def _table(found: list[PlacementFound], title: str) -> Table:
     table = Table(title=title)
     table.add_column("placement")
     for name in ("chunk", "requests/s", "/ best", "stage, seconds"):
