@@ -116,7 +116,8 @@ class OwnMoves:
 
     def hand_over(self, samples: Iterable[SequenceView], weights_version: int) -> None:
         """Begin to move samples to the decoders with most room; KV of unfinished prompts is sent chunk by chunk."""
-        going = [each for each in samples if not each.is_waiting and each.id not in self.mover.moving]
+        moving = self.mover.moving
+        going = [each for each in samples if not each.is_waiting and each.id not in moving]
         going.sort(key=lambda each: each.num_prefill > 0)
         for sample in going[: max(MAX_OUTGOING_MOVES - len(self._moves), 0)]:
             having_room = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from pydantic import ValidationError
@@ -67,7 +67,7 @@ def _title(generators: int, targets: ServingTargets) -> str:
     return f"simulated: {generators} generators, first token within {first:g} ms, then {token:g} ms a token"
 
 
-def _rows(found: list[PlacementFound]) -> list[dict[str, object]]:
+def _rows(found: list[PlacementFound]) -> list[dict[str, Any]]:
     return [
         {
             "placement": str(each.placement),
