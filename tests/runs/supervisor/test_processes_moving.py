@@ -149,7 +149,7 @@ def num_tokens(samples: bytes) -> int:
     return sum(len(json.loads(line)["tokens"]) for line in samples.splitlines())
 
 
-APART = ("generation.maxTokens=96", "generation.ignoreEos=true", "training.promptsPerStep=6", "training.steps=5")
+APART = ("generation.maxTokens=192", "generation.ignoreEos=true", "training.promptsPerStep=6", "training.steps=5")
 APART += ("generation.kvCacheTokens=65536", "roles.generator.workers=3", "roles.generator.prefillWorkers=1")
 
 
@@ -169,10 +169,10 @@ def test_with_prefill_workers_no_decoder_prefills_and_kills_change_no_bit(
     run.check_alike(whole)
     assert listener.loads[0].num_prefilled > 0
     assert [listener.loads[decoder].num_prefilled for decoder in (1, 2)] == [0, 0]
-    assert all(listener.loads[decoder].num_tokens > 0 for decoder in (1, 2))
     handed_over = [moved for moved in listener.moved if "/prefilled/" in moved.id and moved.how == "kv"]
-    print(f"{len(handed_over)} handed over: {dict(listener.outcomes)}")
-    assert len(handed_over) >= 20
+    print(f"{len(handed_over)} handed over: {dict(listener.outcomes)}, {listener.num_tokens}")
+    assert all(sum(listener.num_tokens[life] for life in listener.num_tokens if f"/{n}/" in life) for n in (1, 2))
+    assert len(handed_over) >= 10
     shown = rlhfspec("simulate", "--serve", run.folder, "--generators", "3", "--seeds", "1")
     assert "apart, 1 + 2" in shown
 

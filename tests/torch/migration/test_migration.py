@@ -1,6 +1,7 @@
 """Sequences that move during decode keep their bits and always have one owner."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -99,6 +100,8 @@ async def test_a_prefilled_move_sends_chunk_by_chunk_and_leaves_with_the_whole_p
     options = LONG | {"prefill_chunk": 1}
     control = CountingControl()
     async with generators(control=control, **options) as (here, there):
+        step = here.engine.step
+        here.engine.step = lambda: time.sleep(0.002) or step()  # type: ignore[method-assign, func-returns-value]
         await here.submit("x", prompt=PROMPT, max_tokens=20)
         await here.until(lambda: here.steps)
         moving = asyncio.create_task(here.move("x", there, gain=0.0, prefilled=True))

@@ -35,7 +35,7 @@ COSTS = ServingCosts(
 def test_each_request_is_answered_once_and_no_sooner_than_its_own_steps(
     placement: tuple[int, int, int], rate: float, rows: int
 ) -> None:
-    came = arrivals(COSTS, rate, seed=1)[:60]
+    came = arrivals(COSTS, rate, 60, seed=1)
     done = run(COSTS, Placement(*placement), came, rows=rows)
     assert sorted(each.arrived for each in done) == [each.at for each in came]
     assert sorted(each.length for each in done) == sorted(each.responses[0] for each in came)
@@ -56,7 +56,11 @@ def test_a_sequence_handed_over_waits_for_no_chunks_of_others() -> None:
 
 
 SHORT = COSTS.model_copy(
-    update={"step_seconds": 0.6e-3, "prompts": [PromptSeen(tokens=64, responses=[64 + 8 * n]) for n in range(16)]}
+    update={
+        "step_seconds": 0.6e-3,
+        "sequence_seconds": 0.52e-3,
+        "prompts": [PromptSeen(tokens=48 + 2 * n, responses=[64 + 8 * n]) for n in range(16)],
+    }
 )
 
 

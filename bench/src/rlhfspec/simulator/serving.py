@@ -28,8 +28,9 @@ CHUNKS = (32, 128, 512, 2048)
 GOOD_SHARE = 0.9  # of requests within both targets, at the goodput
 MOST_MOVES = 4  # that a prefill worker makes at once
 _PAUSES_OF_A_MOVE = 3  # a sequence decodes for two more pauses before the one in which it moves
-_NUM_ARRIVALS = 400
-_NUM_HALVINGS = 9
+_LEAST_ARRIVALS, _MOST_ARRIVALS = 200, 2000
+_TARGETS_LONG = 10  # arrivals last for so many times the target of the first token, so that queues show
+_NUM_HALVINGS = 8
 
 
 class PromptSeen(BaseModel):
@@ -124,8 +125,8 @@ class _ServingRun:
                     self._queue.append(event)
                 case _Engine():
                     yield from self._end_step(event, now)
-                case (_Engine(), _Engine(), SimulatedAnswer()):
-                    self._land(*event, now)
+                case (source, decoder, answer):
+                    self._land(source, decoder, answer, now)
             self._hand_out(now)
 
     def _at(self, time: float, event: Any) -> None:
@@ -244,8 +245,9 @@ def _found(
     costs: ServingCosts, targets: ServingTargets, placement: Placement, rows: int, seeds: Sequence[int]
 ) -> PlacementFound:
     def share(rate: float) -> float:
-        served = [answer for seed in seeds for answer in run(costs, placement, arrivals(costs, rate, seed), rows=rows)]
-        return targets.share(served)
+        number = int(min(max(_TARGETS_LONG * targets.first_seconds * rate, _LEAST_ARRIVALS), _MOST_ARRIVALS))
+        came = [arrivals(costs, rate, number, seed) for seed in seeds]
+        return targets.share([answer for each in came for answer in run(costs, placement, each, rows=rows)])
 
     most = 2 * placement.num_generators / _least_seconds(costs, rows)
     low, high, seen = 0.0, most, {}
@@ -272,11 +274,11 @@ def _least_seconds(costs: ServingCosts, rows: int) -> float:
     return max(float(costs.prefill_seconds * prompt + a_token * response), 1e-9)
 
 
-def arrivals(costs: ServingCosts, rate: float, seed: int) -> list[Arrival]:
+def arrivals(costs: ServingCosts, rate: float, number: int, seed: int) -> list[Arrival]:
     """Draw requests, each a prompt of the run with one of its responses, at random times."""
     random = np.random.default_rng([seed, 13])
-    times = np.cumsum(random.exponential(1.0, _NUM_ARRIVALS)) / rate
-    drawn = [costs.prompts[number] for number in random.integers(0, len(costs.prompts), _NUM_ARRIVALS)]
+    times = np.cumsum(random.exponential(1.0, number)) / rate
+    drawn = [costs.prompts[number] for number in random.integers(0, len(costs.prompts), number)]
     return [
         Arrival(time, prompt.tokens, (prompt.responses[int(random.integers(len(prompt.responses)))],))
         for time, prompt in zip(times.tolist(), drawn, strict=True)
