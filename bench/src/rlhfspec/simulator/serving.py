@@ -28,7 +28,7 @@ CHUNKS = (32, 128, 512, 2048)
 GOOD_SHARE = 0.9  # of requests within both targets, at the goodput
 MOST_MOVES = 4  # that a prefill worker makes at once
 _PAUSES_OF_A_MOVE = 3  # a sequence decodes for two more pauses before the one in which it moves
-_LEAST_ARRIVALS, _MOST_ARRIVALS = 200, 2000
+_LEAST_ARRIVALS, _MOST_ARRIVALS = 200, 1000
 _TARGETS_LONG = 10  # arrivals last for so many times the target of the first token, so that queues show
 _NUM_HALVINGS = 8
 
