@@ -101,7 +101,7 @@ async def test_a_prefilled_move_sends_chunk_by_chunk_and_leaves_with_the_whole_p
     control = CountingControl()
     async with generators(control=control, **options) as (here, there):
         step = here.engine.step
-        here.engine.step = lambda: time.sleep(0.002) or step()  # type: ignore[method-assign, func-returns-value]
+        here.engine.step = lambda: time.sleep(0.002) or step()
         await here.submit("x", prompt=PROMPT, max_tokens=20)
         await here.until(lambda: here.steps)
         moving = asyncio.create_task(here.move("x", there, gain=0.0, prefilled=True))
