@@ -46,13 +46,20 @@ def test_each_request_is_answered_once_and_no_sooner_than_its_own_steps(
 
 
 def test_a_sequence_handed_over_waits_for_no_chunks_of_others() -> None:
-    came = [Arrival(0.0, 100, (101,)), Arrival(0.1, 2000, (11,))]
+    came = [Arrival(0.0, 100, (101,)), Arrival(0.3, 2000, (11,))]
+    costs = COSTS.model_copy(update={"pause_seconds": 0.1})
     together, apart = (
-        next(each for each in run(COSTS, placement, came, rows=8) if not each.arrived)
+        next(each for each in run(costs, placement, came, rows=8) if not each.arrived)
         for placement in (Placement(1, 0, chunk=2000), Placement(2, 1, chunk=2000))
     )
-    assert apart.per_token == pytest.approx(COSTS.seconds(1, 0), rel=0.01)
+    assert apart.per_token == pytest.approx(COSTS.seconds(1, 0) + 0.1 / 100, rel=0.01)  # it stands still for a pause
     assert together.per_token == pytest.approx(COSTS.seconds(1, 0) + 2000 * COSTS.prefill_seconds / 100, rel=0.01)
+
+
+def test_each_chunk_costs_a_step() -> None:
+    came = [Arrival(0.0, 512, (1,))]
+    whole, in_chunks = (run(COSTS, Placement(1, 0, chunk=chunk), came, rows=1)[0].first for chunk in (512, 32))
+    assert in_chunks - whole == pytest.approx(15 * COSTS.step_seconds)
 
 
 SHORT = COSTS.model_copy(

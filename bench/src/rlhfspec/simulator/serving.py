@@ -9,7 +9,7 @@ Example:
     ... )
     >>> [done] = run(costs, Placement(1, 0, chunk=50), [Arrival(0.0, 100, (11,))], rows=8)
     >>> round(done.first, 6), round(done.per_token, 6)
-    (0.05, 0.0085)
+    (0.066, 0.0085)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pydantic import BaseModel, Field, NonNegativeFloat, PositiveInt
 CHUNKS = (32, 128, 512, 2048)
 GOOD_SHARE = 0.9  # of requests within both targets, at the goodput
 MOST_MOVES = 4  # that a prefill worker makes at once
-_PAUSES_OF_A_MOVE = 3  # a sequence decodes for two more pauses before the one in which it moves
+_PAUSES_BEFORE = 2  # of decoding, before the one in which a sequence moves
 _LEAST_ARRIVALS, _MOST_ARRIVALS = 200, 1000
 _TARGETS_LONG = 10  # arrivals last for so many times the target of the first token, so that queues show
 _NUM_HALVINGS = 8
@@ -48,8 +48,7 @@ class ServingCosts(BaseModel):
     prompts: list[PromptSeen] = Field(min_length=1)
 
     def seconds(self, num_sequences: int, num_prompt_tokens: int) -> float:
-        decoding = self.step_seconds + self.sequence_seconds * num_sequences if num_sequences else 0.0
-        return decoding + self.prefill_seconds * num_prompt_tokens
+        return self.step_seconds + self.sequence_seconds * num_sequences + self.prefill_seconds * num_prompt_tokens
 
 
 class Placement(NamedTuple):
@@ -73,7 +72,7 @@ class SimulatedAnswer:
     arrived: float
     began: float  # time of its first token
     length: int
-    left: int  # tokens, when it last joined a generator
+    left: int  # tokens, when it last joined or left a generator
     ended: float = 0.0
     where: _Engine | None = None
     last_step: int = 0  # there
@@ -125,6 +124,9 @@ class _ServingRun:
                     self._queue.append(event)
                 case _Engine():
                     yield from self._end_step(event, now)
+                case (source, _, answer) if answer.where is source:
+                    self._leave(source, answer)
+                    self._at(now + self._costs.pause_seconds, event)
                 case (source, decoder, answer):
                     self._land(source, decoder, answer, now)
             self._hand_out(now)
@@ -168,7 +170,7 @@ class _ServingRun:
         while engine.ends and engine.ends[0][0] <= engine.num_steps:
             last, _, answer = heapq.heappop(engine.ends)
             if answer.where is engine and answer.last_step == last:  # else it moved
-                answer.ended, answer.where = now, None
+                answer.ended, answer.where, answer.left = now, None, 0
                 engine.rows -= 1
                 engine.num_running -= 1
                 yield answer
@@ -191,14 +193,16 @@ class _ServingRun:
             if answer.where is source:
                 source.num_moves += 1
                 decoder.rows += 1
-                self._at(now + _PAUSES_OF_A_MOVE * self._costs.pause_seconds, (source, decoder, answer))
+                self._at(now + _PAUSES_BEFORE * self._costs.pause_seconds, (source, decoder, answer))
+
+    def _leave(self, source: _Engine, answer: SimulatedAnswer) -> None:
+        answer.left, answer.where = answer.last_step - source.num_steps, None
+        source.num_running -= 1
 
     def _land(self, source: _Engine, decoder: _Engine, answer: SimulatedAnswer, now: float) -> None:
         source.num_moves -= 1
-        if answer.where is source:
-            answer.left = answer.last_step - source.num_steps
+        if answer.left:
             source.rows -= 1
-            source.num_running -= 1
             self._join(decoder, answer)
             self._begin_step(decoder, now)
         else:
