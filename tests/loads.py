@@ -34,9 +34,11 @@ def moved(move: Move, how: Any = "kv", **changed: Any) -> Moved:
     )  # fmt: skip
 
 
-def knowing(began_at: float = 0.0) -> FleetKnowledge:
+def knowing(began_at: float = 0.0, **options: Any) -> FleetKnowledge:
     numbers = iter(range(1 << 30))
-    return FleetKnowledge(JOB, max_tokens=MAX_TOKENS, began_at=began_at, draw=lambda _: f"{began_at}/{next(numbers)}")
+    return FleetKnowledge(
+        JOB, max_tokens=MAX_TOKENS, began_at=began_at, draw=lambda _: f"{began_at}/{next(numbers)}", **options
+    )
 
 
 def skewed(knowledge: FleetKnowledge, now: float, **changed: Any) -> None:

@@ -181,14 +181,18 @@ class FleetKnowledge:
         }
 
     def moved(self, moved: Moved, now: float) -> None:
-        self._under_way.pop(moved.id, None)
+        is_planned = self._under_way.pop(moved.id, None) is not None
+        if is_planned or moved.source >= self._num_prefilling:  # others hand over without pause
+            self._settle(moved, now)
+        if moved.how in ("kv", "tokens") and math.isfinite(moved.pause_seconds):
+            self._pause += (max(moved.pause_seconds, 0.0) - self._pause) * _PAUSE_RATE
+
+    def _settle(self, moved: Moved, now: float) -> None:
         for worker in (moved.source, moved.destination):
             self._settles_at[worker] = now
         _, refusals = self._rests.get(moved.sample_id, (now, 0))
         refusals = refusals + 1 if moved.how == "kept" else 0
         self._rest(moved.sample_id, now + min(2.0**refusals - 1, MOST_REST_SECONDS), refusals)
-        if moved.how in ("kv", "tokens") and math.isfinite(moved.pause_seconds):
-            self._pause += (max(moved.pause_seconds, 0.0) - self._pause) * _PAUSE_RATE
 
     def _rest(self, sample: str, since: float, refusals: int) -> None:
         self._rests.pop(sample, None)

@@ -99,6 +99,17 @@ def test_a_generator_moves_again_only_after_both_ends_reported() -> None:
     assert not {move.sample_id for move in first} & {move.sample_id for move in knowledge.advise(6.7).moves}
 
 
+def test_samples_that_prefill_workers_hand_over_keep_no_decoder_from_balance() -> None:
+    knowledge = knowing(num_prefilling=1)
+    for worker, samples in enumerate(([8], range(8), [])):
+        knowledge.loaded(a_load(worker, samples), 5.0)
+    handed_over = Move(
+        id="own", job=JOB, sample_id=sample_of(8), source=0, destination=2, gain_seconds=0.0, reason="prefilled"
+    )
+    knowledge.moved(moved(handed_over, "kept"), 5.1)
+    assert {(move.source, move.destination) for move in knowledge.advise(5.2).moves} == {(1, 2)}
+
+
 def test_a_move_without_a_report_expires() -> None:
     knowledge = knowing()
     skewed(knowledge, 5.0)
@@ -251,6 +262,11 @@ def test_a_generator_says_what_a_plan_needs() -> None:
         meter.stepped(
             EngineStep(gains=(), finished=(), num_decoding=2, num_prefill_tokens=100, num_verified_nodes=2,
                        num_committed=2, strategy="model", seconds=0.05 + 8.8e-3 + 0.37e-3 * 2)
+        )  # fmt: skip
+    for _ in range(20):
+        meter.stepped(
+            EngineStep(gains=(), finished=(), num_decoding=0, num_prefill_tokens=10, num_verified_nodes=0,
+                       num_committed=0, strategy="off", seconds=0.005 + 8.8e-3)
         )  # fmt: skip
     now[0] = 1.0
     load = meter.load()

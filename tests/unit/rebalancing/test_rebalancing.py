@@ -244,6 +244,14 @@ def test_engines_of_a_host_are_consolidated_if_the_engine_cost_is_set() -> None:
     assert plan(fleet, NOW, PlannerSettings(engine_cost=0.5)).num_moves == 6
 
 
+def test_a_prefill_worker_is_never_advised_to_learn() -> None:
+    fleet = Fleet.of(
+        step_seconds=[1e-2] * 3, sequence_seconds=[1e-5] * 3, generator=[2], remaining=[500.0], held=[9],
+        is_prefilling=[1, 0, 0],
+    )  # fmt: skip
+    assert plan(fleet, NOW, PlannerSettings(learns=True)).advice == ("score", "learn")
+
+
 @pytest.mark.parametrize(
     ("learns", "left", "advice"),
     [

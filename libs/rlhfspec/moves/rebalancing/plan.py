@@ -268,7 +268,8 @@ class _State:
         free = [place for place in dry if not self.is_closing[place]]
         told = dict.fromkeys(dry, "consolidate") | dict.fromkeys(free, "score" if goes_on else "wait")
         if self.settings.learns:
-            told |= dict.fromkeys(free[: len(free) > 1] if goes_on else free, "learn")
+            learners = [place for place in free if self.fleet.takes_part[place]]
+            told |= dict.fromkeys(learners[: len(free) > 1] if goes_on else learners, "learn")
         return tuple(told[place] for place in dry)
 
 
