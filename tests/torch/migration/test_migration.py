@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -116,6 +117,20 @@ async def test_a_prefilled_move_sends_chunk_by_chunk_and_leaves_with_the_whole_p
     engine = make(**options)
     engine.submit(request("x", PROMPT, max_tokens=20))
     assert bits(there.finished["x"]) == bits(drain(engine)["x"])
+
+
+async def test_a_prefilled_move_gives_up_a_prompt_that_gets_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine runs calls, but its steps do nothing. Afterwards the sample is generated where it is."""
+    monkeypatch.setattr("rlhfspec.moves.migration.giving._CHUNK_SECONDS", 0.2)
+    async with generators(**LONG | {"prefill_chunk": 1}) as (here, there):
+        step = here.engine.step
+        here.engine.step = lambda: time.sleep(0.002) or (SimpleNamespace(finished=()) if here.steps > 3 else step())
+        await here.submit("x", prompt=PROMPT, max_tokens=20)
+        await here.until(lambda: here.steps > 3)
+        moved = await asyncio.wait_for(here.move("x", there, prefilled=True), 60)
+        here.engine.step = step
+    assert (moved.how, moved.reason) == ("kept", "waits: its prompt has got no further for 0.2 s")
+    assert "x" in here.finished
 
 
 async def test_a_prefilled_move_leaves_a_waiting_sequence_where_it_is() -> None:

@@ -29,7 +29,8 @@ _HURRIED_SECONDS = 1.5  # for the first answer when leaving: another peer may be
 _NO_KV = 1 << 30  # a position behind every KV position
 LEAST_BYTES = 1 << 18  # smaller ranges say nothing about bandwidth
 _NEWEST_WEIGHT = 0.3  # weight of the newest measurement
-_CHUNK_SECONDS = 0.01  # between two looks for the next chunk of a prompt
+_LOOK_SECONDS = 0.01  # between two looks for the next chunk of a prompt
+_CHUNK_SECONDS = 5.0  # for the next chunk, well within the destination's lease
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,18 +209,12 @@ class Giving:
         return self._prefilled and self._mark is not None and self._mark.positions[0] < self._num_prompt_tokens
 
     async def _pack(self, mark: Watermark, offer: str, key: str) -> Event:
-        """Pack the next range; while the prompt is being prefilled, wait for a chunk."""
-        while not (packed := await self._pack_once(mark, offer, key)).num_bytes:
-            if self._give_up or not self._is_prefilling:
-                break
-            await self._place.clock.sleep(_CHUNK_SECONDS)
-        return packed
-
-    async def _pack_once(self, mark: Watermark, offer: str, key: str) -> PackedKV:
-        """Pack KV after `mark` between two steps, and send it while the engine runs."""
+        """Pack KV after `mark` between two steps, and send it while the engine runs. Wait for a prompt's chunk."""
         if len(mark.positions) != self._num_spaces:
             raise MalformedRecord(f"a watermark of {len(mark.positions)} KV spaces, not {self._num_spaces}")
-        mark = self._mark or mark
+        self._mark = mark = self._mark or mark
+        if not await self._has_chunk(mark.positions[0]):
+            return Failed("waits", f"its prompt has got no further for {_CHUNK_SECONDS:g} s")
         name, engine = self._move.sample_id, self._place.engine.abilities.moves_kv
         assert engine is not None, "a manifest of epoch 0 offers no KV"
         way, room = await self._room(offer, MOST_RANGE_BYTES)
@@ -263,6 +258,19 @@ class Giving:
         if start is None:
             start = Watermark(epoch=engine.manifest(name).epoch, positions=(_NO_KV,) * self._num_spaces)
         return engine.export_sequence(name, start)
+
+    async def _has_chunk(self, start: int) -> bool:
+        """Return True once there is KV after `start` or nothing to wait for, False after `_CHUNK_SECONDS`."""
+        until = self._place.clock.now() + _CHUNK_SECONDS
+        while self._is_prefilling and not self._give_up:
+            views = await self._place.calls.call(self._place.engine.sequences)
+            view = next((each for each in views if each.id == self._move.sample_id), None)
+            if view is None or view.is_waiting or view.num_held - view.num_prefill > start:
+                return True
+            if self._place.clock.now() >= until:
+                return False
+            await self._place.clock.sleep(_LOOK_SECONDS)
+        return True
 
     async def _room(self, offer: str, num_bytes: int) -> tuple[SendingWay, memoryview]:
         """Return the connection, locked until the range is sent, and memory for the range."""
