@@ -26,6 +26,9 @@ from rlhfspec.telemetry.base import SampleProgress
 _MOVE_AWAY_SECONDS = 3.5  # to move all running samples away
 _PEER_RETRY_SECONDS = 0.02  # before a full peer is tried again
 MOST_ADVICE = 32  # concurrent moves; further advice is dropped
+_LOAD_SECONDS = 2.0  # decoders whose newest load is older get nothing; idle ones report every second
+# Reasons of this generator, which tell nothing about a decoder's room:
+_OWN_REASONS = ("waits", "finished", "costs", "it ", "its ", "this ", "the engine", "given up")
 _REASONS = {"leave": "its generator leaves", "prefilled": "its prompt is prefilled"}
 
 
@@ -95,14 +98,16 @@ class OwnMoves:
         self._news = news
         self._job = job
         self._num_prefilling = num_prefilling
-        self._decoders: dict[int, Load] = {}  # less what was handed over since
+        self._decoders: dict[int, tuple[Load, float]] = {}  # less what was handed over since, and when it was heard
         self._peers: dict[int, Peer] = {}
         self._moves: set[asyncio.Task[Moved]] = set()
         self._numbers = count()
 
     def meet(self, info: WorkerInfo) -> None:
         if info.stage == self._bus.stage.name and info.worker != self._bus.worker:
-            name = f"{info.stage}-{info.worker}"
+            name, before = f"{info.stage}-{info.worker}", self._peers.get(info.worker)
+            if before is not None and before.incarnation != info.id:
+                self._decoders.pop(info.worker, None)
             self._peers[info.worker] = Peer(name=name, address=info.moves_address or info.id, incarnation=info.id)
 
     def follow(self, move: Move) -> None:
@@ -112,29 +117,36 @@ class OwnMoves:
 
     def loaded(self, load: Load) -> None:
         if load.worker >= self._num_prefilling:
-            self._decoders[load.worker] = load
+            self._decoders[load.worker] = load, self._bus.clock.now()
 
     def hand_over(self, samples: Iterable[SequenceView], weights_version: int) -> None:
-        """Begin to move samples to the decoders with most room; KV of unfinished prompts is sent chunk by chunk."""
+        """Begin to move samples to the decoders with most room; KV of the first unfinished prompt goes by chunks."""
+        running = [each for each in samples if not each.is_waiting]
+        prefilled = [each for each in running if not each.num_prefill]
+        unfinished = [each for each in running if each.num_prefill]
         moving = self.mover.moving
-        going = [each for each in samples if not each.is_waiting and each.id not in moving]
-        going.sort(key=lambda each: each.num_prefill > 0)
-        for sample in going[: max(MAX_OUTGOING_MOVES - len(self._moves), 0)]:
-            having_room = [
-                load
-                for load in self._decoders.values()
-                if load.num_free_rows > 0 and load.num_free_tokens >= sample.num_held and load.worker in self._peers
-                and load.weights_version == weights_version and not load.is_leaving
-            ]  # fmt: skip
-            if not having_room:
+        for sample in (*prefilled, *unfinished[:1]):
+            if len(self._moves) >= MAX_OUTGOING_MOVES:
                 return
-            decoder = max(having_room, key=lambda load: (load.num_free_rows, load.num_free_tokens))
-            self._decoders[decoder.worker] = replace(
-                decoder,
-                num_free_rows=decoder.num_free_rows - 1,
-                num_free_tokens=decoder.num_free_tokens - sample.num_held,
-            )
-            self._begin(self._own_move("prefilled", sample.id, decoder.worker), prefilled=True)
+            if sample.id not in moving and (decoder := self._with_most_room(sample, weights_version)) is not None:
+                self._book(decoder.worker, decoder.num_free_rows - 1, sample.num_held)
+                self._begin(self._own_move("prefilled", sample.id, decoder.worker), prefilled=True)
+
+    def _with_most_room(self, sample: SequenceView, weights_version: int) -> Load | None:
+        since = self._bus.clock.now() - _LOAD_SECONDS
+        having_room = [
+            load
+            for load, heard_at in self._decoders.values()
+            if load.num_free_rows > 0 and load.num_free_tokens >= sample.num_held and load.worker in self._peers
+            and load.weights_version == weights_version and not load.is_leaving and heard_at >= since
+        ]  # fmt: skip
+        return max(having_room, key=lambda load: (load.num_free_rows, load.num_free_tokens), default=None)
+
+    def _book(self, worker: int, num_free_rows: int, num_tokens: int = 0) -> None:
+        """Change a decoder's room until its next report."""
+        load, heard_at = self._decoders[worker]
+        num_free_tokens = load.num_free_tokens - num_tokens
+        self._decoders[worker] = replace(load, num_free_rows=num_free_rows, num_free_tokens=num_free_tokens), heard_at
 
     def settle(self) -> None:
         """Forget completed moves. Unexpected errors are raised and end this worker."""
@@ -185,9 +197,9 @@ class OwnMoves:
     async def _move(self, move: Move, must_go: bool, prefilled: bool) -> Moved:
         try:
             moved = await self.mover.move(move, self._peers[move.destination], must_go=must_go, prefilled=prefilled)
-            decoder = self._decoders.get(move.destination)
-            if decoder is not None and moved.how != "kv" and not moved.reason.startswith("finished"):
-                self._decoders[move.destination] = replace(decoder, num_free_rows=0)  # until its next report
+            has_failed = moved.how == "lost" or (moved.how == "kept" and not moved.reason.startswith(_OWN_REASONS))
+            if has_failed and move.destination in self._decoders:
+                self._book(move.destination, 0)
             await self._bus.publish(moved)
         finally:
             self._news.set()
