@@ -93,8 +93,8 @@ Serve = Annotated[
     Path | None,
     typer.Option(
         metavar="RUN|FILE",
-        help="Simulate requests to generators that prefill and decode together or apart, by the costs and lengths that "
-        "a run learnt (its costs.json).",
+        help="Simulate requests that may move, unlike those of clients, to generators that prefill and decode together "
+        "or apart, by the costs and lengths that a run learnt (its costs.json).",
     ),
 ]
 FirstMs = Annotated[

@@ -53,7 +53,8 @@ def _costs(path: Path) -> ServingCosts:
         return ServingCosts.model_validate_json(file.read_bytes())
     except OSError as error:
         reason = (
-            f"{error.strerror}: must be the folder of a run with several generators, or a file like its {COSTS_FILE}"
+            f"{error.strerror}: must be the folder of a run with several generators, or a file like its {COSTS_FILE}, "
+            "which its rebalancer writes when it ends in order"
         )
         raise InvalidRequest("--serve", str(file), reason) from None
     except ValidationError as error:
