@@ -52,7 +52,7 @@ class PolicyCalls(Protocol):
 
     @property
     def ended(self) -> RLHFSpecError | None:
-        """Return why no call is taken any more, if so."""
+        """Return why no call is taken, if so: for good, or until a generator answers."""
         ...
 
     @property

@@ -143,8 +143,6 @@ class GeneratorCalls:
     When that one fails, another samples the tokens that are missing, which are the same for the same weights.
     """
 
-    ended: RLHFSpecError | None = None
-
     def __init__(self, control: MoveControl) -> None:
         self._control = control
         self._generators: dict[int, _CalledGenerator] = {}
@@ -172,6 +170,10 @@ class GeneratorCalls:
             await self._next_news()
 
     @property
+    def ended(self) -> RLHFSpecError | None:
+        return None if self._answering(_NEVER) else NoGenerator()
+
+    @property
     def limits(self) -> CallLimits:
         assert self._limits is not None, "wait for until_ready()"
         return self._limits
@@ -182,8 +184,8 @@ class GeneratorCalls:
             request, num_token_ids=self.limits.num_token_ids, most_tokens=self.limits.most_tokens, has_tokenizer=True,
             weights_version=self.weights_version,
         )  # fmt: skip
-        if not self._answering(_NEVER):
-            raise NoGenerator
+        if self.ended is not None:
+            raise self.ended
 
     async def tokens(self, request: Request) -> AsyncGenerator[Gained, None]:
         response: list[int] = []

@@ -381,8 +381,10 @@ async def test_the_door_answers_503_without_generators(credentials: Path) -> Non
             body = {"model": "policy", "prompt": "2+2=", "max_tokens": 3, "stream": True}
             headers = {"Authorization": f"Bearer {TOKEN}"}
             assert (await client.post("/v1/completions", json=body, headers=headers)).status == 200
+            assert (await client.get("/healthz")).status == 200
             called.kill()
             await until(lambda: not made.calls._generators[0].takes_calls)
+            assert (await client.get("/healthz")).status == 503
             refused = await client.post("/v1/completions", json=body, headers=headers)
             assert refused.status == 503
             assert "no generator answers" in (await refused.json())["error"]["message"]
