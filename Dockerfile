@@ -1,6 +1,6 @@
 # syntax=docker/dockerfile:1
 # One file, four images:
-#   slim   without torch: operator, control, prompts, rebalancer, dashboard     docker build --target slim .
+#   slim   without torch: those that compute nothing                            docker build --target slim .
 #   cpu    with torch: every role, on a CPU                                     docker build --target cpu .
 #   cuda   with torch and CUDA: every role, on a GPU                            docker build --target cuda .
 #   vllm   cuda, and vLLM in an environment of its own: generation.engine: vllm docker build --target vllm .

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from rlhfspec.cluster import names
-from rlhfspec.messages.loop import STAGES
+from rlhfspec.messages.loop import GATEWAY, SUPERVISED
 from rlhfspec.operator.making.network import OWN_PORTS
 from rlhfspec.worker.worker_weights import READERS
 
-WORKERS = (names.CONTROL, *(stage.name for stage in STAGES))  # they run while the job does
+WORKERS = (names.CONTROL, *(stage.name for stage in SUPERVISED))  # they run while the job does
 COMPONENTS = ("operator", "nats", "redis", "dashboard", "install", "test")
 OUTSIDE = ("dns", "api", "prometheus")
 
@@ -49,9 +49,9 @@ def _to_servers() -> list[Edge]:
 
 
 def _between_workers() -> list[Edge]:
-    """Return the edges by which weights go. What only pods of one job may reach is the operator's (`own_edges`)."""
+    """Return the edges of weights and calls. What only pods of one job may reach is the operator's (`own_edges`)."""
     found = [Edge(reader, giver, names.GRPC_PORT, "weights") for reader in READERS for giver in ("trainer", *READERS)]
-    return found
+    return [*found, Edge(GATEWAY.name, "generator", names.MOVES_PORT, "calls of clients")]
 
 
 def _of_the_release() -> list[Edge]:

@@ -108,7 +108,7 @@ def names_file() -> dict[str, Any]:
         "name": names.NAME, "component": names.COMPONENT,
         "serviceAccount": names.SERVICE_ACCOUNT,
         "httpPort": names.HTTP_PORT, "reportPort": names.REPORT_PORT, "natsPort": names.NATS_PORT,
-        "redisPort": names.REDIS_PORT, "dashboardPort": names.DASHBOARD_PORT,
+        "redisPort": names.REDIS_PORT, "dashboardPort": names.DASHBOARD_PORT, "servePort": names.SERVE_PORT,
     }  # fmt: skip
 
 
@@ -193,6 +193,7 @@ def rbac_file() -> dict[str, Any]:
         "reviews": rbac.as_rules(rbac.CLUSTER),
         "kueue": rbac.as_rules(rbac.KUEUE),
         "jobs": rbac.as_rules(rbac.JOBS),
+        "gatewayIngress": rbac.as_rules(rbac.GATEWAY_INGRESS),
         "spaces": rbac.as_rules(rbac.SPACES),
         "gang": {name: rbac.as_rules(tuple(r for r in rbac.GANG if r.group == group)) for name, group in gang.items()},
         "users": USERS,

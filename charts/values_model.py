@@ -84,7 +84,7 @@ class Images(Part):
         "no registry itself",
     )
     server_registry: Registry = Field("docker.io", description="registry of nats and redis, such as a mirror")
-    slim: Image = image("rlhfspec/slim", "", "without torch: operator, control, prompts, rebalancer, dashboard")
+    slim: Image = image("rlhfspec/slim", "", "without torch: operator, dashboard, and roles that compute nothing")
     cpu: Image = image("rlhfspec/cpu", "", "with torch, for pods that ask for no GPU")
     cuda: Image = image("rlhfspec/cuda", "", "with torch and CUDA, for pods that ask for a GPU")
     nats: Image = image("library/nats", "2.12.2-alpine", "bundled NATS; its entrypoint is the server")
@@ -175,6 +175,30 @@ class Allowed(Part):
     )
 
 
+class Ingress(Part):
+    """Always with TLS: the cookie of a visitor is sent over HTTPS alone."""
+
+    enabled: bool = Field(
+        False, description="HTTPS from outside; TLS ends at your ingress controller; set ingressFrom too"
+    )
+    class_name: NameOrNone = Field("", description="empty: the cluster's default")
+    host: NameOrNone = Field("", description="such as rlhf.example.com")
+    annotations: dict[str, str] = Field({}, description="for your controller or cert-manager")
+    tls_secret: NameOrNone = Field("", description="Secret with its certificate; empty: the controller's own")
+
+
+class GatewayIngress(Ingress):
+    host: NameOrNone = Field("", description="such as chat.example.com, for NAME-UID.chat.example.com of each job")
+    tls_secret: NameOrNone = Field("", description="Secret in the job namespaces; empty: the controller's own")
+
+
+class Gateway(Part):
+    ingress: GatewayIngress = part(GatewayIngress, "")
+    ingress_from: list[dict[str, Any]] = Field(
+        [], description="NetworkPolicy peers that may reach them; `kubectl port-forward` always may"
+    )
+
+
 class Jobs(Part):
     allowed: Allowed = part(Allowed, "what a job may set in its pods, see docs/rights.md")
     resources: RoleResources = part(RoleResources, "by role: requests and limits for what the job does not set")  # type: ignore[valid-type]
@@ -194,6 +218,7 @@ class Jobs(Part):
         "", description="URL of an OpenTelemetry collector, for jobs that name none; see networkPolicy.egress.all"
     )
     coscheduler: str = Field("scheduler-plugins-scheduler", min_length=1, description="schedulerName of coscheduling")
+    gateway: Gateway = part(Gateway, "where clients reach the gateways of jobs")
     max_workers: int = Field(
         1000, ge=1, le=5000, description="most pods of a job, all roles together; a job that asks for more is refused"
     )
@@ -251,18 +276,6 @@ class CreateClaim(Part):
 class Storage(Part):
     claim: NameOrNone = Field("", description="existing claim in the job namespaces, for jobs that name none")
     create: CreateClaim = part(CreateClaim, "the claim to create")
-
-
-class Ingress(Part):
-    """Always with TLS: the cookie of a visitor is sent over HTTPS alone."""
-
-    enabled: bool = Field(
-        False, description="HTTPS from outside; TLS ends at your ingress controller; set ingressFrom too"
-    )
-    class_name: NameOrNone = Field("", description="empty: the cluster's default")
-    host: NameOrNone = Field("", description="such as rlhf.example.com")
-    annotations: dict[str, str] = Field({}, description="for your controller or cert-manager")
-    tls_secret: NameOrNone = Field("", description="Secret with its certificate; empty: the controller's own")
 
 
 class Dashboard(Pod):

@@ -47,7 +47,7 @@ VALUES: dict[str, Any] = {
     "jobs": {
         "resources": {
             role: {"requests": {"cpu": "10m", "memory": "64Mi"}}
-            for role in (*COMPUTING, "control", "prompts", "rebalancer")
+            for role in (*COMPUTING, "control", "prompts", "rebalancer", "gateway")
         }
     },
     "storage": {"claim": "jobs"},

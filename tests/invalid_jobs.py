@@ -236,6 +236,8 @@ BY_HAND = [
     ),
     Wrong({"roles.generator.tensorParallel": 2, "training.exactOnPolicy": True}, "spec.roles.generator.tensorParallel"),
     Wrong({"roles.reward.replicas": {"max": 4}}, "spec.roles.reward.replicas"),
+    Wrong({"roles.gateway.workers": 2}, "spec.roles.gateway.workers"),
+    Wrong({"roles.gateway.workers": 1, "generation.engine": {"name": "vllm"}}, "spec.roles.gateway.workers"),
     Wrong({"roles.reward.resources": {"limit": {"cpu": 1}}}, "spec.roles.reward.resources.limit"),
     Wrong({"roles.reward.resources": {"limits": {"cpu": "much"}}}, "spec.roles.reward.resources.limits"),
     Wrong({"roles.reward.resources": {"limits": {"cpu": -1}}}, "spec.roles.reward.resources.limits"),

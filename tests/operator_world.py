@@ -25,7 +25,8 @@ START = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 def credentials(namespace: str, job: str, job_uid: str, run: str, role: str, created: datetime) -> dict[str, bytes]:
-    return {"ca.pem": b"ca", f"{role}.key": f"{job} {job_uid} {run} {role} {created:%Y}".encode()}
+    key = f"{job} {job_uid} {run} {role} {created:%Y}".encode()
+    return {"ca.pem": b"ca", f"{role}.key": key} | ({"serve.token": b"t0ken"} if role == "gateway" else {})
 
 
 SETTINGS = ChartSettings(

@@ -118,11 +118,11 @@ spec:
     - from: {{- include "rlhfspec.peers" (dict "root" $here.root "party" .source "isJob" $isJob) | trim | nindent 8 }}
       ports: [{protocol: TCP, port: {{ .port }}{{ with .last }}, endPort: {{ . }}{{ end }}}] # {{ .why }}
     {{- end }}
-    {{- if eq .party "dashboard" }}
-    {{- with .root.Values.dashboard.ingressFrom }}
+    {{- $names := .root.Files.Get "files/names.yaml" | fromYaml }}
+    {{- $visited := dict "dashboard" .root.Values.dashboard.ingressFrom "gateway" .root.Values.jobs.gateway.ingressFrom }}
+    {{- with get $visited .party }}
     - from: {{- toYaml . | nindent 8 }}
-      ports: [{protocol: TCP, port: {{ ($here.root.Files.Get "files/names.yaml" | fromYaml).dashboardPort }}}]
-    {{- end }}
+      ports: [{protocol: TCP, port: {{ eq $here.party "gateway" | ternary $names.servePort $names.dashboardPort }}}]
     {{- end }}
   egress:
     {{- range $out }}

@@ -32,6 +32,15 @@ priority_classes: {{ toJson $classes }}
 otlp_endpoint: {{ .otlpEndpoint | quote }}
 coscheduler: {{ .coscheduler | quote }}
 max_workers: {{ int .maxWorkers }}
+{{- with .gateway.ingress }}
+{{- if .enabled }}
+{{- if not .host }}{{ fail "jobs.gateway.ingress.host: needed when jobs.gateway.ingress.enabled is true" }}{{ end }}
+{{- if and $.Values.networkPolicy.enabled (not $.Values.jobs.gateway.ingressFrom) }}
+{{- fail "jobs.gateway.ingressFrom: name your ingress controller's pods, which the NetworkPolicy otherwise blocks" }}
+{{- end }}
+gateway_ingress: {{ dict "host" .host "class_name" .className "annotations" .annotations "tls_secret" .tlsSecret | toJson }}
+{{- end }}
+{{- end }}
 allowed:
   fields: {{ toJson .allowed.fields }}
   code_fields: {{ toJson .allowed.codeFields }}

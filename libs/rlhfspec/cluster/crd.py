@@ -107,6 +107,7 @@ def _status() -> dict[str, Any]:
             "run": _block({"number": _COUNT, "uid": _TEXT, "folder": _TEXT, "restartId": _TEXT}),
             "roles": _map_of(_block(dict.fromkeys(("wanted", "ready", "failed"), _COUNT)), at_most=16),
             "progress": _block(progress),
+            "serving": _block({"url": _TEXT, "tokenSecret": _TEXT}),
             "restarts": _block({"total": _COUNT, "counted": _COUNT, "byWorker": _map_of(_COUNT, at_most=5120)}),
             "generators": _COUNT,
             "selector": _TEXT,

@@ -14,11 +14,11 @@ from __future__ import annotations
 import hashlib
 from pathlib import PurePosixPath
 
-from rlhfspec.messages.loop import STAGES
+from rlhfspec.messages.loop import GATEWAY, SUPERVISED
 
 GROUP, VERSION, PLURAL, KIND = "rlhfspec.io", "v1alpha1", "rlhfjobs", "RLHFJob"
 PREPARE, CONTROL = "prepare", "control"
-ROLES = (PREPARE, CONTROL, *(stage.name for stage in STAGES))
+ROLES = (PREPARE, CONTROL, *(stage.name for stage in SUPERVISED))
 # Stages that import torch and need the large image.
 TORCH_ROLES = (PREPARE, "generator", "reward", "reference", "critic", "trainer")
 
@@ -41,6 +41,8 @@ TOKEN_FILE = PurePosixPath("/var/run/secrets/rlhfspec/token")  # token of the co
 STORAGE = PurePosixPath("/storage")  # the job's claim: data, models, run folders; relative paths of a job begin here
 CACHE = STORAGE / "cache"  # models and data that are made or downloaded once
 HTTP_PORT, GRPC_PORT, MOVES_PORT, LINK_PORT = 8080, 50051, 50052, 50053  # of every worker's pod
+SERVE_PORT = 8000  # of the gateway's pod and Service: for clients
+CLIENTS, TOKEN_KEY = "clients", "token"  # of the gateway: the Secret NAME-clients-UID has their token at this key
 RANKS_PORT = 29500  # of the trainer's first pod: where ranks of several nodes meet; gloo and NCCL take any above it
 REPORT_PORT = 8443  # of the operator's Service
 NATS_PORT, REDIS_PORT, DASHBOARD_PORT = 4222, 6379, 8000
@@ -74,6 +76,11 @@ def ranks_name(job: str, job_uid: str) -> str:
 def policy_name(ports: str, job: str, job_uid: str) -> str:
     """Return the name of a job's NetworkPolicy for ports such as moves."""
     return f"{ports}-{job[:40].rstrip('-')}-{job_uid[:8]}"
+
+
+def gateway_name(job: str, job_uid: str) -> str:
+    """Return the name of the gateway's Service, which must begin with a letter."""
+    return policy_name(GATEWAY.name, job, job_uid)
 
 
 def workload_name(job: str, job_uid: str) -> str:

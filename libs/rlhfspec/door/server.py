@@ -36,6 +36,7 @@ from rlhfspec.door.words import TokenTexts, Words
 from rlhfspec.engine.base import Request
 from rlhfspec.engine.scheduling.text import cut_at_stop
 from rlhfspec.errors import InvalidRequest, RLHFSpecError
+from rlhfspec.messages.access.connections import CLIENT_TOKEN_VARIABLE
 from rlhfspec.runs.folder.run_folder import RunFolder
 from rlhfspec.stage.threads import ComputeThread
 
@@ -369,7 +370,7 @@ class PolicyDoor:
 
 def client_token() -> str:
     """Return the value of RLHFSPEC_SERVE_TOKEN, or a random token."""
-    return os.environ.get("RLHFSPEC_SERVE_TOKEN") or secrets.token_urlsafe(24)
+    return os.environ.get(CLIENT_TOKEN_VARIABLE) or secrets.token_urlsafe(24)
 
 
 def variables(host: str, port: int, token: str) -> tuple[str, ...]:

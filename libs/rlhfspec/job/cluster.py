@@ -10,7 +10,7 @@ from rlhfspec.job.block import Block, Count, Mark
 
 # Every role that has a pod, equal to `cluster.names.ROLES`.
 Role = Literal[
-    "prepare", "control", "prompts", "generator", "reward", "reference", "critic", "trainer", "rebalancer"
+    "prepare", "control", "prompts", "generator", "reward", "reference", "critic", "trainer", "rebalancer", "gateway"
 ]  # fmt: skip
 Name = Annotated[str, Field(min_length=1, max_length=253)]
 DEFAULT_MANAGER = "rlhfspec.io/operator"  # as in managedBy

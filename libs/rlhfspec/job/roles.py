@@ -8,7 +8,7 @@ from pydantic import Field
 
 from rlhfspec.job.block import Block, Count, Mark, Natural, Seconds
 from rlhfspec.job.choices.links import LINKS_OF_A_JOB
-from rlhfspec.job.cluster import PodOptions, Replicas, Rule
+from rlhfspec.job.cluster import Name, PodOptions, Replicas, Rule
 
 if TYPE_CHECKING:  # a type checker cannot evaluate a Literal of a table's names
     LinkName = str
@@ -86,8 +86,19 @@ class GeneratorWorkers(Workers):
     )
 
 
+class GatewayWorkers(Workers):
+    """The role that answers OpenAI clients; the run never waits for it."""
+
+    workers: Annotated[int, Field(ge=0, le=1), Mark.MUTABLE_WHILE_SUSPENDED, Mark.CLUSTER_ONLY] = Field(
+        0, description="1: serve the policy in a cluster while it trains; elsewhere --serve does."
+    )
+    token_secret: Annotated[Name | None, Mark.MUTABLE_WHILE_SUSPENDED, Mark.CLUSTER_ONLY] = Field(
+        None, description="Secret whose key `token` clients must send; null: the operator creates one."
+    )
+
+
 class Roles(Block):
-    """The roles of a run. prepare and control have pods in a cluster only."""
+    """The roles of a run. prepare, control and gateway have pods in a cluster only."""
 
     prompts: Workers = Field(Workers(), description="Reads the dataset and publishes the prompts of each step.")
     generator: GeneratorWorkers = Field(GeneratorWorkers(), description="Generates the responses.")
@@ -101,6 +112,7 @@ class Roles(Block):
         Workers(),
         description="Decides which samples move to another generator; runs with several, unless rebalance.mode is off.",
     )
+    gateway: GatewayWorkers = Field(GatewayWorkers(), description="Answers OpenAI clients.")
     prepare: PodOptions = Field(
         PodOptions(), description="Checks the job and creates the run folder before the other pods start."
     )

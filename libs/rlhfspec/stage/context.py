@@ -59,6 +59,7 @@ class GeneratorContext(Context):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayContext(Context):
     control: MoveControl  # asks generators
+    host: str
     port: int
     token: str  # of clients
 

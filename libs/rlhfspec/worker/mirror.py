@@ -35,10 +35,13 @@ from rlhfspec.telemetry.folder import TRACES
 
 SEND_SECONDS = 30.0
 FETCH_PATIENCE_SECONDS = 5.0  # the pod then fails with the reason and restarts
-CHECKPOINTS, MANIFEST, MOVES = "checkpoints", "manifest.json", "moves.jsonl"
+CHECKPOINTS, MANIFEST, MOVES, FEEDBACK = "checkpoints", "manifest.json", "moves.jsonl", "feedback.jsonl"
 _WEIGHTS_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _JOB_FILE = "processes/job.json"
-_READ_BY = {PREPARE: ("job.yaml", "manifest.json", "steps.jsonl"), CONTROL: ("steps.jsonl",), "rebalancer": (MOVES,)}
+_READ_BY = {
+    PREPARE: ("job.yaml", "manifest.json", "steps.jsonl"), CONTROL: ("steps.jsonl",), "rebalancer": (MOVES,),
+    "gateway": (FEEDBACK,),
+}  # fmt: skip
 Fingerprint = tuple[int, int, int]
 log = logging.getLogger("rlhfspec.stage")
 
@@ -65,7 +68,7 @@ def is_read_by(stage: str, worker: int, name: str) -> bool:
     if top == TRACES:
         return name == f"{TRACES}/{stage}-{worker}.jsonl"
     if stage == "trainer":
-        return top not in (MOVES, LEARNT, "export", "plots")
+        return top not in (MOVES, FEEDBACK, LEARNT, "export", "plots")
     if stage == "generator" and top == LEARNT:
         return True
     return name == _JOB_FILE or name in _READ_BY.get(stage, ())

@@ -19,7 +19,7 @@ from rlhfspec.common.awake_clock import AwakeClock
 from rlhfspec.errors import InvalidRequest, TransportUnavailable
 from rlhfspec.job import RLHFJob
 from rlhfspec.messages.access.connecting import connect
-from rlhfspec.messages.access.connections import Connections, client_token_file
+from rlhfspec.messages.access.connections import CLIENT_TOKEN_VARIABLE, Connections, client_token_file
 from rlhfspec.messages.access.rights import GUESTS
 from rlhfspec.messages.loop import GATEWAY, deadline_of, workers_of
 from rlhfspec.messages.records import WorkerInfo
@@ -189,8 +189,11 @@ class StageWorker:
             raise InvalidRequest("credentials", None, "the gateway needs certificates")
         control = calling(credentials, self._connections.worker_host)
         at_end.callback(control.close)
-        token = client_token_file(credentials).read_text()
-        return GatewayContext(**common, control=control, port=port, token=token)
+        token = os.environ.get(CLIENT_TOKEN_VARIABLE) or client_token_file(credentials).read_text()
+        is_in_a_pod = self._connections.worker_host is not None  # where `kubectl port-forward` comes from loopback
+        everywhere = "::" if ":" in self._host else "0.0.0.0"
+        host = everywhere if is_in_a_pod else LOOPBACK
+        return GatewayContext(**common, control=control, host=host, port=port, token=token)
 
     def _group_sender(self, health: Health, leaving: AsyncExitStack) -> GroupSender | None:
         if self._stage != "trainer" or self._job.spec.roles.generator.weights == "store":

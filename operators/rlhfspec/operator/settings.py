@@ -36,6 +36,23 @@ class ImageNames(SettingsPart):
     cuda: str
 
 
+class GatewayIngress(SettingsPart):
+    """Ingress of each job's gateway, at a host of its own below `host`."""
+
+    host: str
+    class_name: str = ""
+    annotations: dict[str, str] = {}
+    tls_secret: str = ""
+
+    def host_of(self, job: str, job_uid: str) -> str:
+        """Return the host of a job's gateway, which no other job can claim.
+
+        >>> GatewayIngress(host="chat.example.com").host_of("sums", "6f1c42ab-01")
+        'sums-6f1c42ab.chat.example.com'
+        """
+        return f"{job}-{job_uid[:8]}.{self.host}"
+
+
 class OperatorFile(SettingsPart):
     release: str = Field(description="Prefix of all object names of the release, such as its Lease.")
     namespace: str = Field(description="Namespace of the release.")
@@ -59,6 +76,7 @@ class OperatorFile(SettingsPart):
     chooses_user: bool = Field(True, description="If false, the cluster chooses user and groups of pods.")
     coscheduler: str = "scheduler-plugins-scheduler"
     kueue: bool = Field(False, description="Jobs may wait in queues of Kueue; its Workloads are watched.")
+    gateway_ingress: GatewayIngress | None = Field(None, description="Expose gateways outside the cluster.")
     network_policies: bool = Field(False, description="Create policies of each job, beside the chart's.")
     allowed: Allowed = Field(Allowed(), description="Pod fields that jobs may set.")
     max_workers: int = Field(1000, ge=1, le=5000, description="Maximum pods per job; a larger job is refused.")

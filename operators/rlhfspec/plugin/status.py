@@ -63,6 +63,9 @@ def _progress(status: Json) -> list[str]:
         restarts = (status.get("restarts") or {}).get("total", 0)
         again = f", {restarts} restarts" if restarts else ""
         lines.append(f"run {run['number']} in {run.get('folder', '?')}{again}")
+    if serving := status.get("serving"):
+        read = f"kubectl get secret {serving['tokenSecret']} -o go-template='{{{{.data.token | base64decode}}}}'"
+        lines.append(f"serves {serving['url']}; token: {read}")
     return lines
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +26,7 @@ class LocalGateway(Service):
     def __init__(self, vitals: Vitals, door: PolicyDoor, port: int, say: Callable[[str], None]) -> None:
         super().__init__("gateway", 0, vitals)
         self._door = door
-        self._listening = _listening(port)
+        self._listening = listen(LOOPBACK, port, option="--serve")
         self._say = say
         self.leaving.callback(self._listening.close)
 
@@ -54,7 +53,7 @@ class GatewayService(Service):
         self._name = job.metadata.name
         self._token = context.token
         self._folder = RunFolder(context.run.folder)
-        self._listening = _listening(context.port)
+        self._listening = listen(context.host, context.port, option="--serve")
         self.leaving.callback(self._listening.close)
 
     async def run(self) -> None:
@@ -78,7 +77,3 @@ class GatewayService(Service):
         async with serving(door.app(), self._listening):
             with self.vitals.waiting("requests of clients"):
                 await self.stopping.wait()
-
-
-def _listening(port: int) -> socket.socket:
-    return listen(LOOPBACK, port, option="--serve")

@@ -37,7 +37,7 @@ def test_generated_chart_files_are_up_to_date() -> None:
     assert not [str(path.relative_to(ROOT)) for path, text in made.items() if path.read_text() != text], "make chart"
 
 
-NO_PODS = {"cli", "gateway", "supervisor", "tiny"}  # folders of services that no pod runs
+NO_PODS = {"cli", "supervisor", "tiny"}  # folders of services that no pod runs
 
 
 def test_stages_agree_in_the_chart_the_images_and_the_network_map() -> None:
@@ -381,6 +381,30 @@ def test_the_dashboard_has_an_ingress_with_tls_that_the_network_lets_through() -
     assert not of_kind(rendered(), "Ingress")
 
 
+@needs_helm
+def test_gateways_have_an_ingress_and_the_right_to_make_it_where_the_values_say_so() -> None:
+    ingress = {"enabled": True, "host": "chat.example", "className": "nginx", "tlsSecret": "cert"}
+    peer = {"podSelector": {"matchLabels": {"app": "agents"}}}
+    objects = rendered({"jobs": {"gateway": {"ingress": ingress, "ingressFrom": [peer]}}})
+    told = OperatorFile.model_validate(settings(objects)).gateway_ingress
+    assert told is not None
+    assert told.model_dump() == {"host": "chat.example", "class_name": "nginx", "annotations": {}, "tls_secret": "cert"}
+    opened = named(objects, "NetworkPolicy", "rlhfspec-gateway")["spec"]["ingress"]
+    assert {"from": [peer], "ports": [{"protocol": "TCP", "port": names.SERVE_PORT}]} in opened
+    plain = rendered()
+    assert OperatorFile.model_validate(settings(plain)).gateway_ingress is None
+    ports = [rule["ports"] for rule in named(plain, "NetworkPolicy", "rlhfspec-gateway")["spec"]["ingress"]]
+    assert ports == [[{"protocol": "TCP", "port": names.HTTP_PORT}]], (
+        "nobody reaches a gateway unless the values say so"
+    )
+    may = ["ingresses" in rule["resources"] for each in (objects, plain) for rule in _rules_on_jobs(each)]
+    assert may.count(True) == 1
+
+
+def _rules_on_jobs(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return named(objects, "Role", "rlhfspec-jobs")["rules"]  # type: ignore[no-any-return]
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"operatr": {}}, "operatr"),
     ({"operator": {"replica": 1}}, "replica"),
@@ -403,6 +427,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"nats": {"nodeSelector": ["gpu"]}}, "/nats/nodeSelector"),
     ({"dashboard": {"ingress": {"enabled": True}}}, "dashboard.ingress.host"),
     ({"dashboard": {"ingress": {"enabled": True, "host": "a.example"}}}, "dashboard.ingressFrom"),
+    ({"jobs": {"gateway": {"ingress": {"enabled": True}}}}, "jobs.gateway.ingress.host"),
+    ({"jobs": {"gateway": {"ingress": {"enabled": True, "host": "a.example"}}}}, "jobs.gateway.ingressFrom"),
     ({"jobs": {"podTemplate": {"spce": {}}}}, "/jobs/podTemplate"),
     ({"jobs": {"podTemplate": {"spec": {"tolerations": "abc"}}}}, "/jobs/podTemplate/spec/tolerations"),
     ({"jobs": {"podTemplate": {"spec": {"tolerations": ["abc"]}}}}, "/jobs/podTemplate/spec/tolerations/0"),

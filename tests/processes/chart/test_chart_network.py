@@ -162,6 +162,7 @@ def test_the_map_has_the_edges_that_a_run_needs() -> None:
     assert by_grpc | {
         ("control", "operator", names.REPORT_PORT), ("operator", "nats", names.NATS_PORT),
         ("operator", "redis", names.REDIS_PORT), ("operator", "api", 443), ("prompts", "nats", names.NATS_PORT),
+        ("gateway", "nats", names.NATS_PORT), ("gateway", "generator", names.MOVES_PORT),
         ("control", "redis", names.REDIS_PORT), ("dashboard", "redis", names.REDIS_PORT),
         ("prometheus", "trainer", names.HTTP_PORT),
     } <= found  # fmt: skip

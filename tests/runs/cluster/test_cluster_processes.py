@@ -5,18 +5,20 @@ import os
 import sys
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from faults.processes import environment_of, is_alive, of_run
 from pods import OFF, STAGES, Job, Pod
 from runs import curve_of, lines_of, train, with_spec
-from shared_servers import SharedServers
+from shared_servers import SharedServers, free_port
 from started import eventually, hold_rewards
 
 from rlhfspec.cluster import names
 from rlhfspec.common.folder_lock import take_lock
 from rlhfspec.errors import StageFailed, StorageError
+from rlhfspec.messages.access.connections import Connections, client_token_file
 from rlhfspec.runs.folder.run_folder import RunFolder, _append
 from rlhfspec.worker.exits import code_of
 from rlhfspec.worker.last_words import one_line
@@ -76,6 +78,34 @@ def test_a_run_in_pods_has_the_laptops_curve(job: Job) -> None:
         assert pod.stopped() == (0, "left: it was asked to"), pod.log
     assert curve_of(job.job_file, "storage/run") == curve_of(job.job_file, "one")
     as_left_on_a_laptop(job)
+
+
+def test_clients_of_a_gateway_in_a_pod_change_no_sample(job: Job) -> None:
+    job.number += 2  # another run: the servers still have the weights of those before
+    with_spec(job.job_file, training={"steps": 4})
+    train(job.job_file, "one")
+    with_spec(job.job_file, roles={"gateway": {"workers": 1}})
+    prepared(job)
+    serve = {"serve_port": free_port()}
+    pods = {stage: job.start(stage, **serve) for stage in ("gateway", *STAGES, names.CONTROL)}
+    connections = Connections.read(pods["gateway"].place / "connections.json")
+    assert connections.credentials is not None
+    token = client_token_file(connections.credentials).read_text()
+    versions: set[int] = set()
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    while pods["trainer"].process.poll() is None:
+        body = json.dumps({"model": "policy", "prompt": "2+2=", "max_tokens": 9}).encode()
+        url = f"http://{pods['gateway'].host}:{serve['serve_port']}/v1/completions"
+        with (
+            suppress(OSError),
+            urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60) as answer,
+        ):
+            versions.update(json.load(answer)["choices"][0]["weights_versions"])
+    assert versions, pods["gateway"].log
+    assert pods["trainer"].ended() == (0, "completed: step 4"), pods["trainer"].log
+    assert curve_of(job.job_file, "storage/run") == curve_of(job.job_file, "one")
+    samples = [(job.job_file.parent / run / "samples.jsonl").read_bytes() for run in ("storage/run", "one")]
+    assert samples[0] == samples[1]
 
 
 def as_left_on_a_laptop(job: Job) -> None:

@@ -107,7 +107,8 @@ def test_a_secret_holds_what_its_role_needs_alone() -> None:
         creds = {f"{acts_as}.creds" for acts_as in (role, *GUESTS.get(role, ()))}
         redis = {"redis.user", "redis.password"} if role == names.CONTROL else set[str]()
         ranks = {"ranks.secret"} if role == "trainer" else set[str]()
-        assert secret(role).keys() == {f"{role}.pem", f"{role}.key", *redis, *ranks, *SHARED, *creds}
+        clients = {"serve.token"} if role == "gateway" else set[str]()
+        assert secret(role).keys() == {f"{role}.pem", f"{role}.key", *redis, *ranks, *clients, *SHARED, *creds}
     assert secret(names.PREPARE).keys() == SHARED
     with pytest.raises(InvalidRequest, match="role: must be one of prepare, control, prompts"):
         secret("rewrd")

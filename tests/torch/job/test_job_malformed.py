@@ -476,6 +476,8 @@ def test_fields_ignored_outside_a_cluster_are_named(tmp_path: Path) -> None:
         "failurePolicy.rules, "
         "roles.generator.resources, roles.generator.image, roles.generator.podTemplate, roles.generator.replicas"
     )
+    served = read_job(file, ["roles.gateway.workers=1"])
+    assert str(left_aside(served)).endswith("roles.gateway.workers; --serve PORT is the gateway here")
     said = CliRunner().invoke(app, ["validate", str(file), "--set", "dataset.path=tiny:sums.jsonl"])
     assert f"remark: {line}" in said.output
     # What the run needs is missing, and only then refused: the line comes first.

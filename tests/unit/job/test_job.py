@@ -264,8 +264,11 @@ def test_a_drafter_made_of_the_policy_is_not_searched_in_folders_or_hub(tmp_path
     assert input_paths({"model": {"path": "./policy", "drafter": drafter}}, tmp_path) == ["policy"]
 
 
-ROLES = ("prompts", "generator", "reward", "reference", "critic", "trainer", "rebalancer", "prepare", "control")
+ROLES = (
+    "prompts", "generator", "reward", "reference", "critic", "trainer", "rebalancer", "gateway", "prepare", "control"
+)  # fmt: skip
 OF_PODS = {f"roles.{role}.{name}" for role in ROLES for name in ("resources", "image", "podTemplate")}
+OF_PODS |= {f"roles.gateway.{name}" for name in ("workers", "tokenSecret")}
 ENDS = {"suspend", "restart", "deletionPolicy", "activeDeadlineSeconds", "preRunningDeadlineSeconds",
         "ttlSecondsAfterFinished"}  # fmt: skip
 

@@ -91,7 +91,7 @@ def refusal(**spec: Any) -> str:
     return str(world.status["message"])
 
 
-OF_OURS = ("prepare", "control", "prompts", "trainer", "rebalancer")
+OF_OURS = ("prepare", "control", "prompts", "trainer", "rebalancer", "gateway")
 
 
 @pytest.mark.parametrize(("name", "role"), [*product(REFUSED, ["reward"]), *product(REFUSED_OF_OURS, OF_OURS)])

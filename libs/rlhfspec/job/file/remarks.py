@@ -47,7 +47,8 @@ def left_aside(job: RLHFJob) -> str | None:
     """Return a line that names the job's cluster-only fields, or None without any."""
     written = job.model_dump(by_alias=True, exclude_defaults=True)["spec"]
     named = [path for path in CLUSTER_ONLY if _is_in(written, path)]
-    return f"ignored outside a cluster: {', '.join(named)}" if named else None
+    served = "; --serve PORT is the gateway here" if job.spec.roles.gateway.workers else ""
+    return f"ignored outside a cluster: {', '.join(named)}{served}" if named else None
 
 
 def _is_in(block: dict[str, Any], path: str) -> bool:

@@ -20,6 +20,10 @@ else:
     WeightStoreName = Literal[BETWEEN_PROCESSES]
 
 
+CLIENT_TOKEN = "serve.token"  # file beside the gateway's certificate
+CLIENT_TOKEN_VARIABLE = "RLHFSPEC_SERVE_TOKEN"  # environment variable that replaces it
+
+
 class Connections(BaseModel):
     """Connections of a run's processes.
 
@@ -47,7 +51,7 @@ class Connections(BaseModel):
     grpc_port: int = Field(0, ge=0, lt=1 << 16)
     moves_port: int = Field(0, ge=0, lt=1 << 16)
     link_port: int = Field(0, ge=0, lt=1 << 16)
-    serve_port: int | None = Field(None, ge=0, lt=1 << 16)  # of the gateway, on this machine alone; None: there is none
+    serve_port: int | None = Field(None, ge=0, lt=1 << 16)  # of the gateway; None: there is none
     worker_host: str | None = None
     folder_is_kept_by: Literal["supervisor", "trainer"] = "supervisor"  # holds the folder's lock and records the end
     report_url: str | None = None  # where `control` reports the state of the run
@@ -70,7 +74,7 @@ class Connections(BaseModel):
 
 def client_token_file(credentials: Path) -> Path:
     """Return the file with the token of the gateway's clients."""
-    return credentials / "serve.token"
+    return credentials / CLIENT_TOKEN
 
 
 _M = TypeVar("_M", bound=BaseModel)

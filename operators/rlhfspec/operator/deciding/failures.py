@@ -24,7 +24,7 @@ from datetime import timedelta
 from typing import Literal
 
 from rlhfspec.job.cluster import Rule
-from rlhfspec.messages.loop import BY_NAME
+from rlhfspec.messages.loop import BY_NAME, GATEWAY
 from rlhfspec.operator.deciding.memory import WorkerMemory
 from rlhfspec.operator.deciding.observed import PodView, Worker, worker_name
 from rlhfspec.operator.deciding.situation import NOTHING, Actions, Situation
@@ -106,12 +106,16 @@ def count_end(known: Situation, pod: PodView) -> Situation:
         return known
     end = end_of(pod)
     worker = replace(before, pod=pod.uid, reason=end.reason, message=end.message[:500])
-    rule = _rule_for(known, pod.role, end)
-    if end.cause == "failure" and (rule.action == "FailJob" if rule else end.exit_code == PERMANENT):
+    ends_jobs = pod.role != GATEWAY.name  # clients never end a run
+    rule = _rule_for(known, pod.role, end) if ends_jobs else None
+    is_fatal = rule.action == "FailJob" if rule else end.exit_code == PERMANENT and ends_jobs
+    if end.cause == "failure" and is_fatal:
         reason = "FailurePolicy" if rule else reason_of_permanent(pod.role, end.message)
         return known.remembering_worker(name, worker).ended("Failed", reason, f"{name}: {end.message}")
     worker, delay = _delay_after(known, worker, end, rule)
     counted = known.memory.counted + worker.counted - before.counted
+    if delay is None and not ends_jobs:
+        delay = known.spec.failure_policy.max_backoff_seconds
     if delay is None:
         reason = "StorageFull" if is_about_full_disk(end.message) else "CrashLoop"
         many = f"{worker.num_failures} failures since step {known.memory.step}, the last: {end.message}"

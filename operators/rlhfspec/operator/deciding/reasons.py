@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rlhfspec.cluster import names
 from rlhfspec.job import RLHFJob
+from rlhfspec.messages.loop import GATEWAY
 from rlhfspec.operator.deciding.allowed import not_allowed
 from rlhfspec.operator.deciding.failures import WHERE, is_about_storage_away
 from rlhfspec.operator.deciding.memory import WorkerMemory
@@ -86,6 +87,9 @@ def spec_problem(known: Situation) -> str:
         )
     if kueue.is_queued(known) and not known.settings.kueue:
         return "spec.scheduling.gang: kueue is not enabled: add it to operator.gang of the operator's chart"
+    if kueue.is_queued(known) and len(counts := kueue.counts(known)) > kueue.MOST_POD_SETS:
+        most = f"a Workload of Kueue has at most {kueue.MOST_POD_SETS} roles, and this job has {len(counts)}"
+        return f"spec.roles.gateway.workers: {most}: set it to 0"
     if (nodes := job.job.spec.roles.trainer.nodes) > 1 and storage.uri:
         return (
             f"spec.roles.trainer.nodes: {nodes}: several nodes need a storage.claim for their common checkpoint folder"
@@ -108,7 +112,7 @@ def _too_many(job: RLHFJob, most: int) -> str:
 
 
 def all_ready(known: Situation) -> bool:
-    pods = [known.by_key.get(key) for key in known.wanted]
+    pods = [known.by_key.get(key) for key in known.wanted if key[0] != GATEWAY.name]  # no run waits for that
     return bool(pods) and all(pod is not None and pod.ready and not pod.is_deleting for pod in pods)
 
 

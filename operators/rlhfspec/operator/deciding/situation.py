@@ -231,4 +231,5 @@ class Situation:
 
 def pods_of(job: RLHFJob) -> dict[str, int]:
     """Return the number of pods per stage; the trainer has one per node."""
-    return workers_of(job) | {"trainer": job.spec.roles.trainer.nodes}
+    roles = job.spec.roles
+    return workers_of(job, is_served=roles.gateway.workers > 0) | {"trainer": roles.trainer.nodes}

@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from rlhfspec.cluster import names
+from rlhfspec.messages.loop import GATEWAY
 from rlhfspec.operator.deciding.memory import INTERNAL, Memory, text_of, tidy
 from rlhfspec.operator.deciding.observed import JobView, Said
 from rlhfspec.operator.deciding.reasons import all_ready, finding
@@ -52,6 +53,7 @@ def render(known: Situation) -> tuple[dict[str, Any], list[Event]]:
         "selector": f"{names.JOB}={known.job.name},{names.ROLE}=generator",
         "gpus": _gpus(known),
         "progress": _progress(known),
+        "serving": serving_of(known),
         "run": _run(known),
         "restarts": _restarts(memory),
         INTERNAL: memory.as_internal(),
@@ -171,11 +173,37 @@ def _conditions(known: Situation, phase: str, found: Said | None) -> list[dict[s
         "Suspended": (phase == "Suspended", Said(phase)),
         "Healthy": (found is None, found or Said("AsExpected")),
     }
+    if serving_of(known):
+        now["Serving"] = _serving(known, phase)
     before = {condition["type"]: condition for condition in known.job.status.get("conditions") or ()}
     return [
         _condition(known.job, known.now, type_, is_true, said, before.get(type_))
         for type_, (is_true, said) in now.items()
     ]
+
+
+def serving_of(known: Situation) -> dict[str, str]:
+    """Return where clients find the job's gateway and its token, or {} without a gateway."""
+    if known.job.job is None or not (gateway := known.spec.roles.gateway).workers:
+        return {}
+    job, outside = known.job, known.settings.gateway_ingress
+    host = f"{names.gateway_name(job.name, job.uid)}.{job.namespace}.svc:{names.SERVE_PORT}"
+    return {
+        "url": f"https://{outside.host_of(job.name, job.uid)}/v1" if outside else f"http://{host}/v1",
+        "tokenSecret": gateway.token_secret or names.secret_name(job.name, names.CLIENTS, job.uid),
+    }
+
+
+def _serving(known: Situation, phase: str) -> tuple[bool, Said]:
+    pod = known.by_key.get((GATEWAY.name, 0))
+    if pod is not None and pod.ready and not pod.is_deleting:
+        where = serving_of(known)
+        return True, Said("Serving", f"{where['url']}, with the token in Secret {where['tokenSecret']}")
+    if phase not in ("Starting", "Running"):
+        return False, Said(phase)
+    if not any(each.ready for each in known.pods if each.role == "generator"):
+        return False, Said("NoGeneratorReady", "no generator is ready")
+    return False, Said("GatewayNotReady", "the gateway is not ready")
 
 
 def _condition(
@@ -194,13 +222,16 @@ def _condition(
 
 
 def _events(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Event]:
-    was, now = _healthy(old), _healthy(new)
+    was, now = _said_of(old, "Healthy"), _said_of(new, "Healthy")
     if old.get("phase") != new["phase"]:
         is_bad = new["phase"] == "Failed"
         message = new["message"] if new["phase"] in ("Failed", "Succeeded") else f"The job is {new['phase']}"
         yield Event("Warning" if is_bad else "Normal", new["phase"], message or new["phase"])
     if now["status"] == "False" and now["reason"] != was.get("reason") and new["phase"] != "Failed":
         yield Event("Warning", now["reason"], now["message"])
+    was, now = _said_of(old, "Serving"), _said_of(new, "Serving")
+    if now and now["status"] != was.get("status", "False"):
+        yield Event("Normal", "Serving" if now["status"] == "True" else "NotServing", now["message"] or now["reason"])
     if old.get(INTERNAL) == new.get(INTERNAL):
         return
     before, after = Memory.of(old), Memory.of(new)
@@ -211,9 +242,9 @@ def _events(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Event]:
         yield Event("Normal", "Scaled", f"{before.generators} -> {after.generators} generators")
 
 
-def _healthy(status: Mapping[str, Any]) -> Mapping[str, Any]:
+def _said_of(status: Mapping[str, Any], type_: str) -> Mapping[str, Any]:
     for condition in status.get("conditions") or ():
-        if condition["type"] == "Healthy":
+        if condition["type"] == type_:
             return condition  # type: ignore[no-any-return]
     return {}
 

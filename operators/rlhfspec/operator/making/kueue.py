@@ -30,6 +30,7 @@ from rlhfspec.operator.making.workloads import (
 )
 
 DEFAULT_QUEUE = "default"  # Kueue's own default LocalQueue
+MOST_POD_SETS = 8  # of a Workload
 NO_KUEUE_SECONDS = 5.0  # a running Kueue answers sooner
 # Pod fields that Kueue uses for placement.
 _OF_SPEC = (

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlhfspec.cluster import names
+from rlhfspec.messages.access.connections import CLIENT_TOKEN
+from rlhfspec.messages.loop import GATEWAY
 from rlhfspec.operator.deciding.observed import Worker
 from rlhfspec.operator.deciding.situation import Situation
 from rlhfspec.operator.making import network, pods
@@ -23,16 +25,17 @@ def objects_for(known: Situation, workers: Sequence[Worker]) -> list[dict[str, A
     group = [] if set(roles) <= {names.PREPARE} else _pod_group(known)
     return [
         config_map(known),
-        *(secret(known, role) for role in roles),
+        *_secrets(known, roles),
         *group,
         *network.policies(known, metadata(known)),
         *([ranks_service(known)] if "trainer" in roles and known.spec.roles.trainer.nodes > 1 else []),
-        *(pod(known, key) for key in workers),
+        *(pod(known, key) for key in workers if key[0] != GATEWAY.name),
+        *(_gateway(known) if GATEWAY.name in roles else []),  # a refusal among these stops no other pod
     ]
 
 
 def mounted_by(known: Situation, roles: Iterable[str]) -> list[dict[str, Any]]:
-    return [config_map(known), *(secret(known, role) for role in roles)]
+    return [config_map(known), *_secrets(known, roles)]
 
 
 def pod(known: Situation, key: Worker) -> dict[str, Any]:
@@ -60,6 +63,8 @@ def connections(known: Situation) -> dict[str, Any]:
         "worker_host": names.WORKER_HOST,
         "report_url": settings.report_url + names.report_path(job.namespace, job.name),
     }
+    if known.spec.roles.gateway.workers:
+        told["serve_port"] = names.SERVE_PORT
     if known.spec.storage.uri is not None:
         told["storage_uri"] = known.spec.storage.uri
     return told
@@ -91,6 +96,34 @@ def ranks_service(known: Situation) -> dict[str, Any]:
     }
 
 
+def _gateway(known: Situation) -> list[dict[str, Any]]:
+    """Return the gateway's Service, Ingress and pod."""
+    job, port = known.job, "serve"
+    name = names.gateway_name(job.name, job.uid)
+    service: dict[str, Any] = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata(known) | {"name": name},
+        "spec": {
+            "selector": {names.JOB: job.name, names.ROLE: GATEWAY.name},
+            "ports": [{"name": port, "port": names.SERVE_PORT, "protocol": "TCP"}],
+        },
+    }
+    made = [service, pod(known, (GATEWAY.name, 0))]
+    if (outside := known.settings.gateway_ingress) is not None:
+        backend = {"service": {"name": name, "port": {"name": port}}}
+        host = outside.host_of(job.name, job.uid)
+        spec: dict[str, Any] = {
+            "tls": [{"hosts": [host], **({"secretName": outside.tls_secret} if outside.tls_secret else {})}],
+            "rules": [{"host": host, "http": {"paths": [{"path": "/", "pathType": "Prefix", "backend": backend}]}}],
+        }
+        if outside.class_name:
+            spec["ingressClassName"] = outside.class_name
+        own = metadata(known) | {"name": name, "annotations": outside.annotations}
+        made.insert(1, {"apiVersion": "networking.k8s.io/v1", "kind": "Ingress", "metadata": own, "spec": spec})
+    return made
+
+
 def _pod_group(known: Situation) -> list[dict[str, Any]]:
     scheduling = known.spec.scheduling
     if scheduling.gang not in _POD_GROUPS:
@@ -111,10 +144,22 @@ def _pod_group(known: Situation) -> list[dict[str, Any]]:
     ]
 
 
-def secret(known: Situation, role: str) -> dict[str, Any]:
+def _secrets(known: Situation, roles: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Yield the Secrets of roles, and that of the gateway's clients unless the job names one."""
+    for role in roles:
+        data = _credentials(known, role)
+        yield _secret(known, role, data)
+        if role == GATEWAY.name and known.spec.roles.gateway.token_secret is None:
+            yield _secret(known, names.CLIENTS, {names.TOKEN_KEY: data[CLIENT_TOKEN]})
+
+
+def _credentials(known: Situation, role: str) -> Mapping[str, bytes]:
     job = known.job
-    data = known.settings.credentials(job.namespace, job.name, job.uid, known.run_uid, role, job.created)
-    own = metadata(known) | {"name": names.secret_name(job.name, role, job.uid)}
+    return known.settings.credentials(job.namespace, job.name, job.uid, known.run_uid, role, job.created)
+
+
+def _secret(known: Situation, role: str, data: Mapping[str, bytes]) -> dict[str, Any]:
+    own = metadata(known) | {"name": names.secret_name(known.job.name, role, known.job.uid)}
     own["labels"] = own["labels"] | {names.ROLE: role}
     return {
         "apiVersion": "v1",

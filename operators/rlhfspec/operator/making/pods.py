@@ -13,7 +13,8 @@ from rlhfspec.cluster import names
 from rlhfspec.common.ranks import SECRET_FILE, set_of_ranks
 from rlhfspec.job.block import MOST
 from rlhfspec.job.cluster import PodOptions
-from rlhfspec.messages.loop import BY_NAME
+from rlhfspec.messages.access.connections import CLIENT_TOKEN_VARIABLE
+from rlhfspec.messages.loop import BY_NAME, GATEWAY
 from rlhfspec.operator.deciding.allowed import CONTAINERS, containers_of
 from rlhfspec.operator.deciding.observed import Worker, worker_name
 from rlhfspec.operator.deciding.situation import Situation
@@ -155,7 +156,8 @@ def _container(known: Situation, key: Worker, options: PodOptions) -> dict[str, 
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }  # fmt: skip
     if role != names.PREPARE and not (role == "trainer" and key[1]):  # only node 0 serves
-        container |= {"ports": _ports(role), **_probes(_DOWNLOAD_SECONDS if known.spec.storage.uri else LOAD_SECONDS)}
+        probes = _probes(role, _DOWNLOAD_SECONDS if known.spec.storage.uri else LOAD_SECONDS)
+        container |= {"ports": _ports(role), **probes}
     return container
 
 
@@ -194,7 +196,11 @@ def _environment(known: Situation, role: str) -> list[dict[str, Any]]:
     if role != "trainer":  # its optimizer may be a module beside the data; no other role imports from the storage
         values["PYTHONSAFEPATH"] = "1"
     host = {"name": "RLHFSPEC_HOST", "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "status.podIP"}}}
-    return [host, *({"name": name, "value": value} for name, value in values.items())]
+    named: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in values.items()]
+    if role == GATEWAY.name and (secret := known.spec.roles.gateway.token_secret) is not None:
+        token = {"secretKeyRef": {"name": secret, "key": names.TOKEN_KEY}}
+        named.append({"name": CLIENT_TOKEN_VARIABLE, "valueFrom": token})
+    return [host, *named]
 
 
 def _threads(resources: Mapping[Any, Any], processes: int) -> list[dict[str, Any]]:
@@ -219,6 +225,8 @@ def _ports(role: str) -> list[dict[str, Any]]:
         ports["grpc"] = names.GRPC_PORT
     if role == "generator":
         ports |= {"moves": names.MOVES_PORT, "link": names.LINK_PORT}
+    if role == GATEWAY.name:
+        ports["serve"] = names.SERVE_PORT
     return [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()]
 
 
@@ -226,16 +234,21 @@ def _variables_of(secret: str | None) -> dict[str, Any]:
     return {} if secret is None else {"envFrom": [{"secretRef": {"name": secret}}]}
 
 
-def _probes(start_seconds: int) -> dict[str, Any]:
-    """Return probes that restart a process that does not start in `start_seconds` or hangs for a minute."""
+def _probes(role: str, start_seconds: int) -> dict[str, Any]:
+    """Return probes that restart a process that does not start in `start_seconds` or hangs for a minute.
 
-    def probe(path: str, **settings: int) -> dict[str, Any]:
-        return {"httpGet": {"path": path, "port": "http", "scheme": "HTTP"}, **settings}
+    A gateway is ready while its clients' port reports that a generator answers.
+    """
+
+    def probe(path: str, port: str = "http", **settings: int) -> dict[str, Any]:
+        return {"httpGet": {"path": path, "port": port, "scheme": "HTTP"}, **settings}
+
+    ready = ("/healthz", "serve") if role == GATEWAY.name else ("/readyz", "http")
 
     return {
         "startupProbe": probe("/healthz", periodSeconds=2, timeoutSeconds=5, failureThreshold=start_seconds // 2),
         "livenessProbe": probe("/healthz", periodSeconds=10, timeoutSeconds=5, failureThreshold=6),
-        "readinessProbe": probe("/readyz", periodSeconds=2, timeoutSeconds=5, failureThreshold=2),
+        "readinessProbe": probe(*ready, periodSeconds=2, timeoutSeconds=5, failureThreshold=2),
     }
 
 
@@ -315,7 +328,8 @@ def group_name(known: Situation) -> str:
 def group_counts(known: Situation) -> dict[str, int]:
     """Return the number of workers per role that start together; for elastic generators, the minimum."""
     replicas = known.spec.roles.generator.replicas
-    return known.num_workers() | ({"generator": replicas.min} if replicas else {})
+    together = {role: count for role, count in known.num_workers().items() if role != GATEWAY.name}
+    return together | ({"generator": replicas.min} if replicas else {})
 
 
 def _of_scheduler(known: Situation, key: Worker) -> dict[str, Any]:

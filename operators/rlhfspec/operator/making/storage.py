@@ -10,7 +10,7 @@ from rlhfspec.operator.deciding.allowed import CONTAINERS, containers_of
 from rlhfspec.operator.deciding.situation import Situation
 
 _VOLUME = "storage"
-_WRITERS = ("control", "generator", "trainer", "rebalancer")  # others write only traces
+_WRITERS = ("control", "generator", "trainer", "rebalancer", "gateway")  # others write only traces
 
 
 def volume(known: Situation) -> dict[str, Any]:

@@ -11,10 +11,9 @@ from rlhfspec.cluster import names
 from rlhfspec.cluster.api import ApiResponse
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.cluster import PodOptions
-from rlhfspec.messages.loop import workers_of
 from rlhfspec.operator.deciding.allowed import references
 from rlhfspec.operator.deciding.observed import DryRunResult
-from rlhfspec.operator.deciding.situation import NOTHING, Actions, NamedObject, Situation
+from rlhfspec.operator.deciding.situation import NOTHING, Actions, NamedObject, Situation, pods_of
 from rlhfspec.operator.making import objects
 
 _ONLY_A_TRIAL = ("dry run", "dryRun")  # webhooks without dry-run support
@@ -56,7 +55,7 @@ def _roles(known: Situation) -> list[str]:
     """Return the roles with user-written pod fields; a template for all roles is tried with `prepare`."""
     if known.job.job is None:
         return []
-    roles = (names.PREPARE, names.CONTROL, *workers_of(known.job.job))
+    roles = (names.PREPARE, names.CONTROL, *pods_of(known.job.job))
     options: dict[str, PodOptions] = {role: getattr(known.spec.roles, role) for role in roles}
     for_all = [names.PREPARE] if known.spec.pod_template else []
     return [role for role in roles if options[role].pod_template or options[role].resources or role in for_all]

@@ -8,6 +8,7 @@ scoring stage has a separate key for that.
 | `ca.pem`, `ROLE.pem`, `ROLE.key` | TLS between workers: CA of the job, certificate of the role |
 | `ROLE.creds` | NATS: token with the role's rights in this run, and its seed |
 | `ranks.secret` | trainer only: authentication of ranks on several nodes |
+| `serve.token` | gateway only: token of its clients |
 | `redis.user`, `redis.password` | `control` only, which writes the live state |
 | `servers-ca.pem` | CA of NATS, Redis and the operator's endpoint |
 
@@ -34,7 +35,9 @@ from typing import Self
 from rlhfspec.cluster import names
 from rlhfspec.common.ranks import SECRET_FILE
 from rlhfspec.errors import InvalidRequest
+from rlhfspec.messages.access.connections import CLIENT_TOKEN
 from rlhfspec.messages.access.rights import BUS_ROLES, GUESTS, RoleRights, inbox_of, rights_of
+from rlhfspec.messages.loop import GATEWAY
 from rlhfspec.messages.servers import shared
 from rlhfspec.messages.servers.credentials import jwt
 from rlhfspec.messages.servers.credentials.certificates import Authority
@@ -100,6 +103,8 @@ def credentials_of(
     if role == names.CONTROL:
         data[USER_FILE] = redis_users.user_of(keys.master, ClusterRun(namespace, run)).encode()
         data[PASSWORD_FILE] = redis_users.password_of(keys.master, run, role).encode()
+    if role == GATEWAY.name:
+        data[CLIENT_TOKEN] = derived(secret, "clients").hex().encode()
     if role == "trainer":
         data[SECRET_FILE] = derived(secret, "ranks", run).hex().encode()
     for acts_as in (role, *GUESTS.get(role, ())):

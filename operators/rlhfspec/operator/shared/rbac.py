@@ -4,6 +4,7 @@
 |---|---|
 | JOBS | every namespace with jobs |
 | GANG | every namespace with jobs, for Kueue, Volcano or coscheduling |
+| GATEWAY_INGRESS | every namespace with jobs, if gateways are exposed |
 | SPACES | the cluster, with scope `cluster`, to set up namespaces |
 | KUEUE | the cluster, for Kueue |
 | RELEASE | the operator's namespace |
@@ -37,6 +38,7 @@ JOBS = (
     PolicyRule("networking.k8s.io", ("networkpolicies",), ("create", "patch")),
     PolicyRule("", ("events",), ("list", "watch", "create", "patch")),
 )
+GATEWAY_INGRESS = (PolicyRule("networking.k8s.io", ("ingresses",), ("create", "patch")),)
 GANG = (
     PolicyRule("scheduling.volcano.sh", ("podgroups",), ("create", "patch")),
     PolicyRule("scheduling.x-k8s.io", ("podgroups",), ("create", "patch")),

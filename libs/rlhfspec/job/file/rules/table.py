@@ -222,6 +222,11 @@ _OF_GENERATORS = (
         "({roles.generator.replicas.min} to {roles.generator.replicas.max})",
     ),
     JobRule(
+        "roles.gateway.workers",
+        "roles.gateway.workers == 0 or generation.engine.name == 'own'",
+        "calls the engine own only: must be 0",
+    ),
+    JobRule(
         "rebalance.mode",
         "roles.generator.replicas is None or rebalance.mode != 'off'",
         "roles.generator.replicas needs the rebalancer: must be auto, or remove replicas",
