@@ -188,8 +188,16 @@ class Ingress(Part):
 
 
 class GatewayIngress(Ingress):
+    enabled: bool = Field(
+        False,
+        description="HTTPS from outside; TLS ends at your ingress controller; set ingressFrom too; takes effect when a "
+        "gateway restarts; delete old Ingresses by hand",
+    )
     host: NameOrNone = Field("", description="such as chat.example.com, for NAME-UID.chat.example.com of each job")
-    tls_secret: NameOrNone = Field("", description="Secret in the job namespaces; empty: the controller's own")
+    annotations: dict[str, str] = Field({}, description="for your controller")
+    tls_secret: NameOrNone = Field(
+        "", description="Secret with a certificate of *.HOST in each job namespace; empty: the controller's own"
+    )
 
 
 class Gateway(Part):

@@ -4,6 +4,7 @@ import json
 import random
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from itertools import groupby
 from typing import Any, Self
 
 from rlhfspec.cluster import names
@@ -95,7 +96,7 @@ class World:
     listening_since: datetime | None = None
     broker: Said | None = None
     refusals: dict[tuple[str, str], Refusal] = field(default_factory=dict)
-    refuse: dict[str, str] = field(default_factory=dict)  # role: what the API server says of its pods
+    refuse: dict[str, str] = field(default_factory=dict)  # role of pods, or name of an object: what the API server says
     lost_nodes: set[str] = field(default_factory=set)
     words: dict[str, str] = field(default_factory=dict)  # role: what no pod of it can be made of
     labelled: set[str] = field(default_factory=set)  # names of objects with the label
@@ -146,9 +147,10 @@ class World:
         for delete in plan.delete:
             if works():
                 self.ask_to_end(delete)
-        for manifest in plan.create:
-            if works():
-                self.accept(manifest)
+        for _, group in groupby(plan.create, key=lambda manifest: str(manifest["kind"])):
+            accepted = [self.accept(manifest) for manifest in group if works()]
+            if not all(accepted):
+                break
         if plan.workload is not None and works():
             self.write_workload(plan.workload)
 
@@ -168,24 +170,26 @@ class World:
             self.end_those_asked()
         return plan
 
-    def accept(self, manifest: dict[str, Any]) -> None:
+    def accept(self, manifest: dict[str, Any]) -> bool:
+        """Make an object and return whether it was accepted."""
         kind, name = manifest["kind"], manifest["metadata"]["name"]
+        refused = manifest["metadata"]["labels"][names.ROLE] if kind == "Pod" else name
+        if refused in self.refuse:
+            self.refusals[kind, name] = Refusal(kind, name, "Forbidden", self.refuse[refused], self.now)
+            return False
+        self.refusals.pop((kind, name), None)
         if kind != "Pod":
             self.objects[kind, name] = manifest
-            return
-        role = manifest["metadata"]["labels"][names.ROLE]
-        if role in self.refuse:
-            self.refusals[kind, name] = Refusal(kind, name, "Forbidden", self.refuse[role], self.now)
-            return
-        self.refusals.pop((kind, name), None)
+            return True
         if name in self.pods:  # it is there already: a pod cannot be changed
-            return
+            return True
         self.num_uids += 1
         pod = json.loads(json.dumps(manifest))
         pod["metadata"] |= {"uid": f"pod-{self.num_uids}", "creationTimestamp": text_of(self.now)}
         pod["status"] = {"phase": "Pending"}
         self.pods[name] = pod
         self.made.append(name)
+        return True
 
     def ask_to_end(self, delete: Delete) -> None:
         if delete.kind == "RLHFJob":

@@ -29,6 +29,7 @@ COMPONENT = "app.kubernetes.io/component"  # of the release's own pods: operator
 JOB, ROLE, WORKER, RUN = f"{GROUP}/job", f"{GROUP}/role", f"{GROUP}/worker", f"{GROUP}/run"
 RESTART_ID = f"{GROUP}/restart-id"  # annotation of a pod: the restart.id it was started under
 PROOF = f"{GROUP}/proof"  # annotation of a pod: only the operator can compute it
+URL = f"{GROUP}/url"  # annotation of a gateway's pod: where clients reach it
 LEADER = f"{GROUP}/leader"  # label of the leading operator pod; the Service selects it
 
 CONTAINER = "worker"  # container of a job's pod that runs the stage

@@ -370,7 +370,7 @@ class PolicyDoor:
 
 def client_token() -> str:
     """Return the value of RLHFSPEC_SERVE_TOKEN, or a random token."""
-    return os.environ.get(CLIENT_TOKEN_VARIABLE) or secrets.token_urlsafe(24)
+    return os.environ.get(CLIENT_TOKEN_VARIABLE, "").strip() or secrets.token_urlsafe(24)
 
 
 def variables(host: str, port: int, token: str) -> tuple[str, ...]:

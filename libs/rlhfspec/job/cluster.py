@@ -113,7 +113,9 @@ class Restart(Block):
 class Rule(Block):
     """A rule for workers that exit. Failures that match no rule are counted."""
 
-    roles: list[Role] = Field([], max_length=16, description="Roles that the rule applies to; if empty, all.")
+    roles: list[Role] = Field(
+        [], max_length=16, description="Roles that the rule applies to, never gateway; if empty, all."
+    )
     exit_codes: list[ExitCode] = Field(
         min_length=1,
         max_length=64,

@@ -92,6 +92,9 @@ class GatewayWorkers(Workers):
     workers: Annotated[int, Field(ge=0, le=1), Mark.MUTABLE_WHILE_SUSPENDED, Mark.CLUSTER_ONLY] = Field(
         0, description="1: serve the policy in a cluster while it trains; elsewhere --serve does."
     )
+    deadline_seconds: Seconds = Field(
+        600.0, description="Time limit of its start, in seconds; it restarts when that is exceeded."
+    )
     token_secret: Annotated[Name | None, Mark.MUTABLE_WHILE_SUSPENDED, Mark.CLUSTER_ONLY] = Field(
         None, description="Secret whose key `token` clients must send; null: the operator creates one."
     )

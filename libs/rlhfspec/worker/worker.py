@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhfspec.common.awake_clock import AwakeClock
@@ -189,8 +190,8 @@ class StageWorker:
             raise InvalidRequest("credentials", None, "the gateway needs certificates")
         control = calling(credentials, self._connections.worker_host)
         at_end.callback(control.close)
-        token = os.environ.get(CLIENT_TOKEN_VARIABLE) or client_token_file(credentials).read_text()
         is_in_a_pod = self._connections.worker_host is not None  # where `kubectl port-forward` comes from loopback
+        token = token_of_clients(credentials, os.environ if is_in_a_pod else {})
         everywhere = "::" if ":" in self._host else "0.0.0.0"
         host = everywhere if is_in_a_pod else LOOPBACK
         return GatewayContext(**common, control=control, host=host, port=port, token=token)
@@ -311,6 +312,14 @@ def host_told(environment: Mapping[str, str]) -> str:
             _HOST_VARIABLE, host, f"in the environment, is not an address of this machine: {error.strerror}"
         ) from None
     return host
+
+
+def token_of_clients(credentials: Path, environment: Mapping[str, str]) -> str:
+    """Return the token of the gateway's clients, from a Secret of the user or else from ours."""
+    token = environment.get(CLIENT_TOKEN_VARIABLE, client_token_file(credentials).read_text()).strip()
+    if not token:
+        raise InvalidRequest("spec.roles.gateway.tokenSecret", token, "the Secret's key token must not be empty")
+    return token
 
 
 def incarnation_of(stage: str, worker: int) -> str:

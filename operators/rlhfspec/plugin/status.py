@@ -20,7 +20,7 @@ _PHASE_COLOURS = {
 def tree_of(job: Json, pods: list[Json]) -> Tree:
     status = job.get("status") or {}
     tree = Tree(_head(job, status))
-    for line in _progress(status):
+    for line in _progress(job, status):
         tree.add(Text(shown(line)))
     healthy = condition_of(job, "Healthy")
     if healthy.get("status") == "False":
@@ -46,7 +46,7 @@ def _head(job: Json, status: Json) -> Text:
     return text.append(f"  {age(job['metadata'].get('creationTimestamp'))} old", style="dim")
 
 
-def _progress(status: Json) -> list[str]:
+def _progress(job: Json, status: Json) -> list[str]:
     progress, run = status.get("progress") or {}, status.get("run") or {}
     lines = []
     if progress:
@@ -63,8 +63,9 @@ def _progress(status: Json) -> list[str]:
         restarts = (status.get("restarts") or {}).get("total", 0)
         again = f", {restarts} restarts" if restarts else ""
         lines.append(f"run {run['number']} in {run.get('folder', '?')}{again}")
-    if serving := status.get("serving"):
-        read = f"kubectl get secret {serving['tokenSecret']} -o go-template='{{{{.data.token | base64decode}}}}'"
+    if condition_of(job, "Serving").get("status") == "True" and (serving := status.get("serving")):
+        secret = f"{serving['tokenSecret']} -n {job['metadata']['namespace']}"
+        read = f"kubectl get secret {secret} -o go-template='{{{{.data.token | base64decode}}}}'"
         lines.append(f"serves {serving['url']}; token: {read}")
     return lines
 

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import math
+import os
+from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -18,6 +20,9 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from rlhfspec.door import server as server_module
 from rlhfspec.door.server import _seed_of
 from rlhfspec.engine import Engine, SamplingParams
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.messages.access.connections import CLIENT_TOKEN_VARIABLE, client_token_file
+from rlhfspec.worker.worker import token_of_clients
 
 ASK: list[Any] = [{"role": "user", "content": "2+2="}]
 ASKED = "<user>2+2=<eos>\n<assistant>"
@@ -367,3 +372,17 @@ async def test_an_engine_that_fails_ends_every_call_with_its_words(monkeypatch: 
         assert "out of memory" in refused.value.message
         async with aiohttp.ClientSession() as session, session.get(f"{served.url}/healthz") as health:
             assert health.status == 503
+
+
+# ---- tokens ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_token_may_end_in_a_line_break_and_must_not_be_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client_token_file(tmp_path).write_text("ours")
+    monkeypatch.setenv(CLIENT_TOKEN_VARIABLE, "mine\n")
+    assert server_module.client_token() == token_of_clients(tmp_path, os.environ) == "mine"
+    assert token_of_clients(tmp_path, {}) == "ours"
+    monkeypatch.setenv(CLIENT_TOKEN_VARIABLE, "\n")
+    assert len(server_module.client_token()) > 20
+    with pytest.raises(InvalidRequest, match=r"spec\.roles\.gateway\.tokenSecret: .* must not be empty"):
+        token_of_clients(tmp_path, os.environ)

@@ -10,7 +10,7 @@ from rlhfspec.operator.settings import GatewayIngress
 
 Json = dict[str, Any]
 SERVED: Json = {"gateway": {"workers": 1}}
-POD, SERVICE, CLIENTS = "sums-gateway-0", "gateway-sums-6f1c-42", "sums-clients-6f1c-42"
+POD, SERVICE, CLIENTS, KEYS = "sums-gateway-0", "gateway-sums-6f1c-42", "sums-clients-6f1c-42", "sums-gateway-6f1c-42"
 URL = f"http://{SERVICE}.rl.svc:8000/v1"
 
 
@@ -56,6 +56,8 @@ def test_a_token_of_the_user_takes_the_place_of_ours() -> None:
     refused = World(job_body(roles=roles))
     refused.settle()
     assert refused.status["message"].startswith("spec.roles.gateway.tokenSecret: Secret mine does not exist, or has no")
+    unused = running(roles={"gateway": {"tokenSecret": "mine"}})
+    assert "serving" not in unused.status
     world = World(job_body(roles=roles), labelled={"mine"})
     world.to_running()
     assert ("Secret", CLIENTS) not in world.objects
@@ -95,6 +97,7 @@ def test_a_gateway_that_keeps_failing_never_fails_a_job(code: int) -> None:
         world.pass_time(31.0).wind_down()
         world.run_all().settle()
     assert world.made == [POD] * 25
+    assert world.status["restarts"]["counted"] == 0, "of those that may end the run"
 
 
 def test_the_gateway_goes_when_the_job_has_ended() -> None:
@@ -112,6 +115,56 @@ def test_a_refused_gateway_stops_no_other_pod() -> None:
     assert world.healthy()[1] == "QuotaExceeded"
 
 
+def test_a_refused_secret_of_a_gateway_stops_no_other_pod() -> None:
+    world = World(job_body(roles=SERVED), refuse={KEYS: "exceeded quota: secrets"})
+    world.to_running()
+    assert POD not in world.pods
+    assert world.healthy()[1:] == ("QuotaExceeded", f"{KEYS}: exceeded quota: secrets")
+    world.end_pod("sums-generator-0", 1).settle()
+    world.pass_time(31.0).settle()  # both are due, and the Secret is refused anew
+    assert world.pods["sums-generator-0"]["status"]["phase"] == "Pending"
+    world.refuse.clear()
+    world.pass_time(6.0).settle()
+    assert POD in world.pods
+    world.run_all().settle()
+    assert world.healthy()[0] == "True"
+
+
+def test_troubles_of_others_are_named_before_those_of_a_gateway() -> None:
+    world = World(job_body(roles=SERVED))
+    world.to_starting()
+    full = world.condition("PodScheduled", False, "Unschedulable", "0/3 nodes are available: 3 Insufficient cpu.")
+    world.pods[POD]["status"]["conditions"] = [full]
+    for name in world.pods:
+        if name != POD:
+            world.run_pod(name)
+    world.settle()
+    assert world.healthy()[1] == "Unschedulable", "when there is no other"
+    world.end_pod("sums-generator-0", 137, reason="OOMKilled").settle()
+    assert world.healthy()[1] == "OOMKilled"
+
+
+def test_a_refusal_is_forgotten_when_the_gateway_is_switched_off() -> None:
+    world = World(job_body(roles=SERVED), refuse={SERVICE: "denied the request"})
+    world.to_running()
+    assert world.healthy()[1] == "PodRefused"
+    world.edit(suspend=True).wind_down()
+    world.edit(suspend=False, roles={}).settle()
+    assert world.healthy()[0] == "True"
+
+
+def test_the_address_in_the_status_is_that_which_the_gateway_got() -> None:
+    outside = SETTINGS.model_copy(update={"gateway_ingress": GatewayIngress(host="chat.example")})
+    world = running(roles=SERVED)
+    world.settings = outside
+    world.settle()
+    assert world.status["serving"]["url"] == URL, "until it restarts, and gets an Ingress"
+    world.end_pod(POD, 1).settle()
+    world.pass_time(31.0).settle()
+    assert world.status["serving"]["url"] == "https://sums-6f1c-42.chat.example/v1"
+    assert ("Ingress", SERVICE) in world.objects
+
+
 def test_a_refused_service_of_a_gateway_comes_after_the_other_pods() -> None:
     world = World(job_body(roles=SERVED))
     world.settle()
@@ -119,6 +172,7 @@ def test_a_refused_service_of_a_gateway_comes_after_the_other_pods() -> None:
     made = world.end_pod("sums-prepare-0", 0, "prepared").plan().create
     names = [(each["kind"], each["metadata"]["name"]) for each in made]
     assert names.index(("Pod", "sums-trainer-0")) < names.index(("Service", SERVICE)) < names.index(("Pod", POD))
+    assert names.index(("Pod", "sums-trainer-0")) < min(map(names.index, (("Secret", KEYS), ("Secret", CLIENTS))))
 
 
 def test_a_gang_starts_without_its_gateway() -> None:
@@ -128,16 +182,22 @@ def test_a_gang_starts_without_its_gateway() -> None:
     assert "scheduling.k8s.io/group-name" not in world.pods[POD]["metadata"]["annotations"]
 
 
-def test_a_job_with_more_roles_than_kueue_takes_is_refused() -> None:
+def test_kueue_does_not_count_a_gateway() -> None:
+    """Kueue takes eight sets of pods, and admits all or none."""
     world = World(
         job_body(
             roles=SERVED | {"generator": {"replicas": {"min": 1, "max": 2}}}, scheduling={"gang": "kueue"},
             algorithm={"name": "ppo", "klCoefficient": 0.1}, model={"path": "tiny:llama", "critic": "tiny:critic"},
         ),
         SETTINGS.model_copy(update={"kueue": True}),
+        flavors={"spot": {"nodeLabels": {"pool": "spot"}}},
     )  # fmt: skip
     world.settle()
-    assert world.status["message"].startswith("spec.roles.gateway.workers: a Workload of Kueue has at most 8 roles")
+    sets = [each["name"] for each in world.workload["spec"]["podSets"]]
+    assert (len(sets), "gateway" in sets) == (8, False)
+    world.admit()
+    world.to_running()
+    assert world.pods[POD]["spec"]["nodeSelector"] == {"pool": "spot"}, "with control"
 
 
 def test_a_gateway_is_reached_from_outside_at_a_host_of_its_own() -> None:

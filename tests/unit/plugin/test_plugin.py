@@ -142,3 +142,17 @@ def test_what_a_log_says_stays_readable() -> None:
     line = parsed(f"{SINCE} \x1b[32mloss\x1b[0m\t0.5 50%|#####\r 100%|##########\r", "trainer-0")
     assert line.as_text().plain == "00:00:00.000  trainer-0     ␛[32mloss␛[0m   0.5 50%|#####␍ 100%|##########"
     assert shown("two\nlines, a\ttab, naïve 漢字 ✓") == "two\nlines, a        tab, naïve 漢字 ✓"
+
+
+def test_status_shows_a_gateway_only_while_it_serves() -> None:
+    served = job("fine")
+    served["metadata"]["namespace"] = "rl"
+    served["status"]["serving"] = {"url": "http://gateway/v1", "tokenSecret": "clients"}
+    for status in ("False", "True"):
+        condition = {"type": "Serving", "status": status, "reason": "", "lastTransitionTime": SINCE}
+        served["status"]["conditions"] = [condition]
+        console = SafeConsole(file=io.StringIO(), width=200)
+        console.print(tree_of(served, []))
+        printed = console.file.getvalue()  # type: ignore[attr-defined]
+        assert ("kubectl get secret clients -n rl " in printed) is ("serves http://gateway/v1" in printed)
+        assert ("serves" in printed) is (status == "True")

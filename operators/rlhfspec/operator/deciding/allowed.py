@@ -64,8 +64,8 @@ def references(known: Situation) -> tuple[NamedObject, ...]:
     storage, found = known.spec.storage, list[NamedObject]()
     if storage.secret is not None:
         found.append(NamedObject("Secret", storage.secret, "spec.storage.secret"))
-    if (token := known.spec.roles.gateway.token_secret) is not None:
-        found.append(NamedObject("Secret", token, "spec.roles.gateway.tokenSecret"))
+    if (gateway := known.spec.roles.gateway).workers and gateway.token_secret is not None:
+        found.append(NamedObject("Secret", gateway.token_secret, "spec.roles.gateway.tokenSecret"))
     if storage.claim not in (None, known.settings.claim):
         found.append(NamedObject("PersistentVolumeClaim", str(storage.claim), "spec.storage.claim"))
     for _, path, template in _templates(known):

@@ -113,7 +113,7 @@ def count_end(known: Situation, pod: PodView) -> Situation:
         reason = "FailurePolicy" if rule else reason_of_permanent(pod.role, end.message)
         return known.remembering_worker(name, worker).ended("Failed", reason, f"{name}: {end.message}")
     worker, delay = _delay_after(known, worker, end, rule)
-    counted = known.memory.counted + worker.counted - before.counted
+    counted = known.memory.counted + (worker.counted - before.counted if ends_jobs else 0)
     if delay is None and not ends_jobs:
         delay = known.spec.failure_policy.max_backoff_seconds
     if delay is None:

@@ -78,6 +78,7 @@ class PodView:
     owner: str = ""  # uid of the controlling job
     proof: str = ""  # shows that the operator made it
     restart_id: str = ""
+    url: str = ""  # of a gateway, for clients
     phase: Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"] = "Pending"  # of the worker container
     lingers: bool = False  # the worker ended, but a sidecar did not
     ready: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from rlhfspec.cluster import names
 from rlhfspec.job import RLHFJob
@@ -57,9 +58,9 @@ def finding(known: Situation) -> Said | None:
     outcome = known.memory.outcome
     if outcome is not None:
         return Said(outcome.reason, outcome.message) if outcome.type == "Failed" else None
-    for cause in CAUSES:
-        evidence = list(dict.fromkeys(cause.find(known)))
-        if evidence:
+    views = (known.without_gateway(), known) if (GATEWAY.name, 0) in known.wanted else (known,)
+    for seen, cause in product(views, CAUSES):  # a gateway's troubles come last, because no run waits for it
+        if evidence := list(dict.fromkeys(cause.find(seen))):
             more = f" (and {len(evidence) - 1} more)" if len(evidence) > 1 else ""
             return Said(cause.reason, evidence[0][:900] + more)
     return None
@@ -87,9 +88,6 @@ def spec_problem(known: Situation) -> str:
         )
     if kueue.is_queued(known) and not known.settings.kueue:
         return "spec.scheduling.gang: kueue is not enabled: add it to operator.gang of the operator's chart"
-    if kueue.is_queued(known) and len(counts := kueue.counts(known)) > kueue.MOST_POD_SETS:
-        most = f"a Workload of Kueue has at most {kueue.MOST_POD_SETS} roles, and this job has {len(counts)}"
-        return f"spec.roles.gateway.workers: {most}: set it to 0"
     if (nodes := job.job.spec.roles.trainer.nodes) > 1 and storage.uri:
         return (
             f"spec.roles.trainer.nodes: {nodes}: several nodes need a storage.claim for their common checkpoint folder"
@@ -138,6 +136,8 @@ def _down(known: Situation) -> Iterator[tuple[str, WorkerMemory]]:
 def _refusals(known: Situation) -> Iterator[Refusal]:
     wanted = {names.pod_name(known.job.name, *key) for key in known.wanted}
     for refusal in known.observed.refusals:
+        if refusal.name in known.names_of_gateway and (GATEWAY.name, 0) not in known.wanted:
+            continue  # it was switched off
         if refusal.kind not in ("Pod", WORKLOAD) or (
             refusal.name in wanted and refusal.name not in {pod.name for pod in known.pods}
         ):

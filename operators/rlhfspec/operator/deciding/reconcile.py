@@ -14,6 +14,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 
 from rlhfspec.cluster import names
+from rlhfspec.messages.loop import GATEWAY
 from rlhfspec.operator.deciding import runs, status
 from rlhfspec.operator.deciding.failures import (
     count_end,
@@ -163,7 +164,8 @@ def _keep_workers(known: Situation) -> Actions:
     due, ends = keep_together(known, [key for key, seconds in missing.items() if not seconds])
     waits = [seconds for seconds in missing.values() if seconds]
     # Mounted objects come before pods.
-    refused = [known.refused_seconds(each.kind, each.name) for each in known.observed.refusals if each.kind != "Pod"]
+    others = (each for each in known.observed.refusals if each.name not in known.names_of_gateway)
+    refused = [known.refused_seconds(each.kind, each.name) for each in others if each.kind != "Pod"]
     if any(refused):
         due, waits = [], [*waits, *filter(None, refused)]
     if len(due) > MOST_AT_ONCE:
@@ -187,7 +189,9 @@ def _seconds_before_made(known: Situation, key: Worker) -> float:
     not_before = known.memory.of_worker(worker_name(key)).not_before
     if not_before is not None and not_before > known.now:
         return (not_before - known.now).total_seconds()
-    return known.refused_seconds("Pod", names.pod_name(known.job.name, *key))
+    needed = known.names_of_gateway if key[0] == GATEWAY.name else {names.pod_name(known.job.name, *key)}
+    refused = (each for each in known.observed.refusals if each.name in needed)
+    return max((known.refused_seconds(each.kind, each.name) for each in refused), default=0.0)
 
 
 def _look_after(known: Situation, pod: PodView) -> Actions:

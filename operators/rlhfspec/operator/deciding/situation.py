@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 from rlhfspec.cluster import names
 from rlhfspec.cluster.report import Report
 from rlhfspec.job import RLHFJob, Spec
-from rlhfspec.messages.loop import workers_of
+from rlhfspec.messages.loop import GATEWAY, workers_of
 from rlhfspec.operator.deciding.memory import JobOutcome, Memory, WorkerMemory
 from rlhfspec.operator.deciding.observed import JobView, Observed, PodView, Worker, worker_name
 from rlhfspec.operator.settings import ChartSettings
@@ -181,6 +181,20 @@ class Situation:
         if not memory.prepared:
             return [(names.PREPARE, 0)]
         return [(role, worker) for role, count in self.num_workers().items() for worker in range(count)]
+
+    @cached_property
+    def names_of_gateway(self) -> frozenset[str]:
+        """Return the names of objects that only the gateway needs."""
+        job, uid = self.job.name, self.job.uid
+        secrets = (names.secret_name(job, role, uid) for role in (GATEWAY.name, names.CLIENTS))
+        return frozenset((names.pod_name(job, GATEWAY.name, 0), names.gateway_name(job, uid), *secrets))
+
+    def without_gateway(self) -> Situation:
+        """Return the situation without its evidence about the gateway."""
+        pods = tuple(pod for pod in self.observed.pods if pod.role != GATEWAY.name)
+        refusals = tuple(refusal for refusal in self.observed.refusals if refusal.name not in self.names_of_gateway)
+        known = replace(self, observed=replace(self.observed, pods=pods, refusals=refusals))
+        return known.remembering_worker(worker_name((GATEWAY.name, 0)), WorkerMemory())
 
     def num_workers(self) -> dict[str, int]:
         """Return the number of workers per role."""

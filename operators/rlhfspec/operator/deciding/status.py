@@ -173,7 +173,7 @@ def _conditions(known: Situation, phase: str, found: Said | None) -> list[dict[s
         "Suspended": (phase == "Suspended", Said(phase)),
         "Healthy": (found is None, found or Said("AsExpected")),
     }
-    if serving_of(known):
+    if known.job.job is not None and known.spec.roles.gateway.workers:
         now["Serving"] = _serving(known, phase)
     before = {condition["type"]: condition for condition in known.job.status.get("conditions") or ()}
     return [
@@ -183,15 +183,12 @@ def _conditions(known: Situation, phase: str, found: Said | None) -> list[dict[s
 
 
 def serving_of(known: Situation) -> dict[str, str]:
-    """Return where clients find the job's gateway and its token, or {} without a gateway."""
-    if known.job.job is None or not (gateway := known.spec.roles.gateway).workers:
+    """Return where clients find the job's gateway and its token, or {} while it has no pod."""
+    job, pod = known.job, known.by_key.get((GATEWAY.name, 0))
+    if pod is None or job.job is None:
         return {}
-    job, outside = known.job, known.settings.gateway_ingress
-    host = f"{names.gateway_name(job.name, job.uid)}.{job.namespace}.svc:{names.SERVE_PORT}"
-    return {
-        "url": f"https://{outside.host_of(job.name, job.uid)}/v1" if outside else f"http://{host}/v1",
-        "tokenSecret": gateway.token_secret or names.secret_name(job.name, names.CLIENTS, job.uid),
-    }
+    secret = known.spec.roles.gateway.token_secret or names.secret_name(job.name, names.CLIENTS, job.uid)
+    return {"url": pod.url, "tokenSecret": secret}
 
 
 def _serving(known: Situation, phase: str) -> tuple[bool, Said]:

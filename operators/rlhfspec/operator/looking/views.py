@@ -83,6 +83,7 @@ def pod_view(pod: Mapping[str, Any]) -> PodView | None:
         name=metadata["name"], uid=metadata["uid"], role=worker[0], worker=worker[1],
         run=labels.get(names.RUN, ""), owner=owner["uid"],
         restart_id=annotations.get(names.RESTART_ID, ""), proof=annotations.get(names.PROOF, ""),
+        url=annotations.get(names.URL, ""),
         phase=phase, lingers=phase in FINISHED and _has_sidecar_left(status),
         ready=bool(container.get("ready", ready.get("status") == "True")) and phase not in FINISHED,
         ready_changed=maybe_time_of(ready.get("lastTransitionTime")), node=spec.get("nodeName"),

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlhfspec.cluster import names
+from rlhfspec.messages.loop import GATEWAY
 from rlhfspec.operator.deciding.memory import JobOutcome, Memory, text_of
 from rlhfspec.operator.deciding.situation import NOTHING, Actions, Situation, WorkloadWrite, pods_of, requeued
 from rlhfspec.operator.making import objects, trial
@@ -30,7 +31,6 @@ from rlhfspec.operator.making.workloads import (
 )
 
 DEFAULT_QUEUE = "default"  # Kueue's own default LocalQueue
-MOST_POD_SETS = 8  # of a Workload
 NO_KUEUE_SECONDS = 5.0  # a running Kueue answers sooner
 # Pod fields that Kueue uses for placement.
 _OF_SPEC = (
@@ -235,9 +235,10 @@ def _asked(workload: dict[str, Any]) -> str:
 
 
 def counts(known: Situation) -> dict[str, int]:
-    """Return the number of pods per role; for elastic generators, the maximum."""
+    """Return the number of pods per role, without the gateway, which no run waits for; of generators the maximum."""
     assert known.job.job is not None
     wanted = {names.CONTROL: 1} | pods_of(known.job.job)
+    wanted.pop(GATEWAY.name, None)
     replicas = known.spec.roles.generator.replicas
     return wanted | ({"generator": max(replicas.min, replicas.max)} if replicas else {})
 

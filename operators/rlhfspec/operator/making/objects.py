@@ -25,7 +25,7 @@ def objects_for(known: Situation, workers: Sequence[Worker]) -> list[dict[str, A
     group = [] if set(roles) <= {names.PREPARE} else _pod_group(known)
     return [
         config_map(known),
-        *_secrets(known, roles),
+        *_secrets(known, [role for role in roles if role != GATEWAY.name]),
         *group,
         *network.policies(known, metadata(known)),
         *([ranks_service(known)] if "trainer" in roles and known.spec.roles.trainer.nodes > 1 else []),
@@ -97,7 +97,7 @@ def ranks_service(known: Situation) -> dict[str, Any]:
 
 
 def _gateway(known: Situation) -> list[dict[str, Any]]:
-    """Return the gateway's Service, Ingress and pod."""
+    """Return the gateway's Secrets, Service, Ingress and pod."""
     job, port = known.job, "serve"
     name = names.gateway_name(job.name, job.uid)
     service: dict[str, Any] = {
@@ -109,10 +109,11 @@ def _gateway(known: Situation) -> list[dict[str, Any]]:
             "ports": [{"name": port, "port": names.SERVE_PORT, "protocol": "TCP"}],
         },
     }
-    made = [service, pod(known, (GATEWAY.name, 0))]
+    made, url = [service], f"http://{name}.{job.namespace}.svc:{names.SERVE_PORT}/v1"
     if (outside := known.settings.gateway_ingress) is not None:
         backend = {"service": {"name": name, "port": {"name": port}}}
         host = outside.host_of(job.name, job.uid)
+        url = f"https://{host}/v1"
         spec: dict[str, Any] = {
             "tls": [{"hosts": [host], **({"secretName": outside.tls_secret} if outside.tls_secret else {})}],
             "rules": [{"host": host, "http": {"paths": [{"path": "/", "pathType": "Prefix", "backend": backend}]}}],
@@ -120,8 +121,10 @@ def _gateway(known: Situation) -> list[dict[str, Any]]:
         if outside.class_name:
             spec["ingressClassName"] = outside.class_name
         own = metadata(known) | {"name": name, "annotations": outside.annotations}
-        made.insert(1, {"apiVersion": "networking.k8s.io/v1", "kind": "Ingress", "metadata": own, "spec": spec})
-    return made
+        made.append({"apiVersion": "networking.k8s.io/v1", "kind": "Ingress", "metadata": own, "spec": spec})
+    answering = pod(known, (GATEWAY.name, 0))
+    answering["metadata"]["annotations"][names.URL] = url  # it exists when the pod does
+    return [*_secrets(known, [GATEWAY.name]), *made, answering]
 
 
 def _pod_group(known: Situation) -> list[dict[str, Any]]:

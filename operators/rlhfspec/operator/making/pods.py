@@ -337,7 +337,7 @@ def _of_scheduler(known: Situation, key: Worker) -> dict[str, Any]:
     scheduling, (role, worker) = known.spec.scheduling, key
     is_member = role != names.PREPARE and worker < group_counts(known).get(role, 0)
     if scheduling.gang == "kueue":
-        place = known.memory.placed.get(names.CONTROL if role == names.PREPARE else role, {})
+        place = known.memory.placed.get(names.CONTROL if role in (names.PREPARE, GATEWAY.name) else role, {})
         return {part: place[part] for part in ("metadata", "spec") if part in place}
     if scheduling.gang == "volcano":
         annotations = {"scheduling.k8s.io/group-name": group_name(known)} if is_member else {}
