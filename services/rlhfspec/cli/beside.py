@@ -13,7 +13,7 @@ from rlhfspec.cli.problems import refuse
 
 _GROUP = "rlhfspec.commands"
 BENCH = {
-    "bench": "Benchmarks of generation, training steps and moves.",
+    "bench": "Benchmarks of generation, training steps, moves and serving.",
     "models": "Check which models run bit-exactly, and why others are refused.",
     "simulate": "Simulate the generation stage of a job: when each policy would finish it, compared with the optimum.",
 }

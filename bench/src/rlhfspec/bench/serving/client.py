@@ -17,7 +17,7 @@ from rlhfspec.bench.serving.results import TimedAnswer
 from rlhfspec.bench.worker import WorkerFailed
 from rlhfspec.door.server import MODEL_NAME
 
-CLIENT_TOKEN = "bench"
+TOKEN = "bench"
 _PATIENCE_SECONDS = 600.0  # for one answer
 
 
@@ -25,7 +25,7 @@ async def answers_to(chats: Sequence[ArrivingChat], *, url: str, body: Mapping[s
     """Send each chat when it arrives, whether or not earlier ones are answered. `body`: further fields of requests."""
     async with aiohttp.ClientSession(
         url,
-        headers={"Authorization": f"Bearer {CLIENT_TOKEN}"},
+        headers={"Authorization": f"Bearer {TOKEN}"},
         timeout=aiohttp.ClientTimeout(total=_PATIENCE_SECONDS),
         connector=aiohttp.TCPConnector(limit=0),
     ) as session:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from rlhfspec.bench.generating.ours import digest
 from rlhfspec.bench.rivals.serve import serve
-from rlhfspec.bench.serving.client import CLIENT_TOKEN
+from rlhfspec.bench.serving.client import TOKEN
 from rlhfspec.bench.serving.load import WARM_TOKENS, PlannedRollout, ServingLoop, rollouts
 from rlhfspec.common.web import listen, serving
 from rlhfspec.door.calls import MOST_CONVERSATIONS, EngineThread
@@ -115,7 +115,7 @@ class ServingWorker:
         return ended | {"step_seconds": statistics.median(steps or [0.0]), "digests": self._shared.digests}
 
     async def _open(self) -> int:
-        door = PolicyDoor(self._thread.calls, self._tokenizer, name="bench", token=CLIENT_TOKEN)
+        door = PolicyDoor(self._thread.calls, self._tokenizer, name="bench", token=TOKEN)
         self._stack = AsyncExitStack()
         return await self._stack.enter_async_context(serving(door.app(), listen("127.0.0.1", 0)))
 

@@ -200,7 +200,8 @@ _OF_GENERATORS = (
             ),
             (
                 "roles.generator.tensorParallel == 1",
-                "the drafter ({model.drafter}) does not support tensor parallelism: roles.generator.tensorParallel must be 1",
+                "the drafter ({model.drafter}) does not support tensor parallelism: "
+                "roles.generator.tensorParallel must be 1",
             ),
         )
     ),
