@@ -256,6 +256,17 @@ def test_drafter_report_json_prints_the_lines(tmp_path: Path) -> None:
     assert found["law"] == [0.5, 0.25]
 
 
+def test_a_line_of_an_older_release_has_empty_fields(tmp_path: Path) -> None:
+    append_learnt_line(tmp_path, a_line(0, 0))
+    file = tmp_path / LEARNT / "generator-0.jsonl"
+    older = json.loads(file.read_text()) | {"num_accepted": [3, 2]}
+    for name in ("law", "acceptance", "level_share", "tokens_per_verification"):
+        del older[name]
+    file.write_text(json.dumps(older) + "\n3\n")
+    [found] = map(json.loads, report(tmp_path, "--json").splitlines())
+    assert (found["seconds"], found["law"], found["acceptance"], found["level_share"]) == (1.5, [], [], None)
+
+
 def test_a_torn_learnt_line_is_skipped(tmp_path: Path) -> None:
     append_learnt_line(tmp_path, a_line(0, 0, 1))
     with (tmp_path / LEARNT / "generator-0.jsonl").open("a") as file:
