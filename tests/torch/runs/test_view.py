@@ -245,7 +245,7 @@ def test_drafters_are_shown_by_law_and_by_cost() -> None:
     told = replace(load("g0"), drafting=(DRAFTING, replace(DRAFTING, drafter="suffix", num_verifications=1)))
     tell(view, told)
     [line] = [line for line in picture(view, console) if "drafter" in line]
-    assert "16.0     s saved  2.82 a verification  law .95 .90  level .42" in line
+    assert "16.0     s saved  2.82 a verification  accepted .95 .90  level .42" in line
     assert not any("learnt" in line for line in picture(view, console))
     tell(view, replace(told, learning_seconds=12.0, drafter_version=36864))
     [line] = [line for line in picture(view, console) if "learnt" in line]

@@ -156,7 +156,7 @@ class AcceptanceModel:
             book.forget_counts()
 
     def by_depth(self, drafter: str) -> tuple[float, ...]:
-        """Return the share of best candidates that the target chose, at depth 1, 2, and deeper."""
+        """Return the accepted share of verified best candidates, at depth 1, 2, and deeper."""
         book = self._book(drafter)
         shape = (_DEPTHS, _RANKS, _BUCKETS)
         trials, accepted = (counts.reshape(shape)[:, 0].sum(axis=1) for counts in (book.trials, book.accepted))

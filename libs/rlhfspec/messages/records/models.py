@@ -29,7 +29,7 @@ class Drafting:
     """Result of drafting with one drafter since its engine started."""
 
     drafter: str
-    acceptance: tuple[float, ...]  # share of best drafts that were the policy's choice, at depth 1, 2, and deeper
+    acceptance: tuple[float, ...]  # share of verified best drafts, at depth 1, 2, and deeper
     level_share: float | None  # cost of one more level, over that of a verification; None: it drafts in one go
     num_verifications: int
     num_tokens: int  # that these verifications gave

@@ -168,7 +168,7 @@ def _drafting(progress: RunProgress) -> Text | None:
     used = max(busiest.drafting, key=lambda drafting: drafting.num_verifications)
     saved = sum(each.saved_seconds for load in progress.loads for each in load.drafting)
     text = Text(f"{saved:<9.1f}").append("s saved  ", "dim").append(f"{used.tokens_per_verification:.2f}", "bold")
-    text.append(" a verification  law ", "dim").append(shares(used.acceptance))
+    text.append(" a verification  accepted ", "dim").append(shares(used.acceptance))
     if used.level_share is not None:
         text.append("  level ", "dim").append(shares([used.level_share]))
     return text

@@ -60,7 +60,7 @@ def _decisions(decisions: tuple[Decision, ...]) -> Table:
 
 def _drafters(drafting: tuple[Drafting, ...]) -> Table:
     columns = ("drafter", "accepted by depth", "a level / a verification", "tokens a verification", "saved s")
-    table = table_of("drafters by the law, since the start", columns, left=columns[:1])
+    table = table_of("drafters since the start", columns, left=columns[:1])
     for each in drafting:
         level = "-" if each.level_share is None else shares([each.level_share])
         tokens, saved = f"{each.tokens_per_verification:.2f}", f"{each.saved_seconds:.1f}"
