@@ -53,6 +53,7 @@ class LearntSharing:
         self._handing_out: asyncio.Task[None] | None = None
         self._not_before = 0.0
         self._noted = LearningReport()
+        self._noted_drafts = 0, 0  # verifications and their tokens
         self._noted_weights_version = engine.weights_version
 
     async def restore(self) -> None:
@@ -126,6 +127,9 @@ class LearntSharing:
             return
         self._noted = report
         drafting = next((each for each in self._engine.stats().drafting if each.drafter == "model"), None)
+        drafts = (drafting.num_verifications, drafting.num_tokens) if drafting else (0, 0)
+        num_verifications, num_tokens = (now - then for now, then in zip(drafts, self._noted_drafts, strict=True))
+        self._noted_drafts = drafts
         line = LearntLine(
             generator=self._name,
             unix_seconds=time.time(),
@@ -137,7 +141,7 @@ class LearntSharing:
             law=report.law_now,
             acceptance=drafting.acceptance if drafting else (),
             level_share=drafting.level_share if drafting else None,
-            tokens_per_verification=drafting.tokens_per_verification if drafting else None,
+            tokens_per_verification=num_tokens / num_verifications if num_verifications else None,
         )
         try:
             await self._thread.in_thread(append_learnt_line, self._folder, line)

@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ from coroutines import until
 from small_job import a_job
 from stages import FakeEngine, Stages, a_prompt, ends, killed
 
-from rlhfspec.engine.base import Abilities, LearningReport, Learnt
+from rlhfspec.engine.base import Abilities, EngineStats, LearningReport, Learnt
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.generator import learnt as sharing
 from rlhfspec.generator.service import GeneratorService
 from rlhfspec.messages.records import DraftWeights
+from rlhfspec.messages.records.models import Drafting
 from rlhfspec.runs.folder.learnt import LEARNT, learnt_lines
 from rlhfspec.training.checkpoint.learnt import LEARNT_FILE, read_learnt, write_learnt
 
@@ -44,6 +46,14 @@ class Learner(FakeEngine):
     @property
     def report(self) -> LearningReport:
         return LearningReport(version=self.version, num_tokens=self.version, seconds=0.5, law_now=(0.4, 0.3))
+
+    def stats(self) -> EngineStats:
+        """Return drafts whose first 300 verifications gave 3 tokens each, and all later ones 2."""
+        drafting = Drafting(
+            drafter="model", acceptance=(0.5,), level_share=None, num_verifications=self.version,
+            num_tokens=2 * self.version + min(self.version, 300), saved_seconds=0.0,
+        )  # fmt: skip
+        return replace(super().stats(), drafting=(drafting,))
 
     def learn_while_idle(self) -> bool:
         if not self.left:
@@ -228,6 +238,7 @@ async def test_the_cost_and_gain_of_learning_are_written_to_the_run(tmp_path: Pa
         await until(lambda: not engine.left, "it has learnt again")
     first, last = learnt_lines(tmp_path)
     assert (first.weights_version, first.law) == (0, (0.4, 0.3))
+    assert (first.tokens_per_verification, last.tokens_per_verification) == (3.0, 2.0), "since the line before"
     assert (last.weights_version, last.seconds) == (1, 0.0), "since the line before"
     assert first.num_tokens + last.num_tokens == last.version == 400
 
