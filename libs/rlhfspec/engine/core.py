@@ -156,18 +156,18 @@ class Engine(Moves):
         commit.count(rows, decode_rows, forest, new, kept)
         rows.count_step(decode_rows, proposal.plan.name)
 
-        num_committed = int(kept[: len(decode_rows)].sum())
         self.speculation.learn(
-            proposal, walk, num_committed=num_committed,
+            proposal, walk, kept[: len(decode_rows)],
             verify_seconds=verify_seconds, step_seconds=time.perf_counter() - began,
         )  # fmt: skip
         gains = commit.StepGains(state, new, kept, reasons, verify.top_log_probs(state, new, kept, sampled))
         finished = [self._finish(row, reason) for row, reason in reasons.items()]
         report = self._report(began, schedule, gains, finished, forest.size, int(kept.sum()), proposal.plan)
         if self.learning is not None:
-            drafter = proposal.plan.drafter
+            drafting = proposal.num_drafting
             self.learning.stepped(
-                report.seconds, len(decode_rows), num_committed, drafter, has_finished=bool(finished)
+                report.seconds, drafting, int(kept[:drafting].sum()), proposal.plan.drafter,
+                has_finished=bool(finished),
             )  # fmt: skip
         return report
 

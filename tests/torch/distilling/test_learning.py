@@ -349,6 +349,13 @@ def test_learning_continues_while_it_pays(pays: bool, share: float) -> None:
     assert spent > 50 * share if pays else spent < 50 * share
 
 
+def test_learning_counts_only_sequences_that_were_drafted_for(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, counted = make(model, speculation=DraftPlan(drafter="model", depth=4, num_sequences=1)), set[int]()
+    monkeypatch.setattr(engine.learning.budget, "stepped", lambda seconds, num, num_tokens: counted.add(num))
+    generate(engine)
+    assert counted == {0, 1}, "a prompt's token is not drafted"
+
+
 def test_an_engine_that_learns_says_so(model: Any) -> None:
     assert make(model).abilities.learning is not None
     plain = make(model, None, speculation="off")

@@ -55,6 +55,11 @@ class Proposal:
     choice: DraftChoice | None = None
     seconds: float = 0.0
 
+    @property
+    def num_drafting(self) -> int:
+        """Return the number of sequences, the first of the batch, that the plan drafts for."""
+        return self.batch.first(self.plan.num_sequences).size
+
 
 class Speculator:
     def __init__(self, state: EngineState, scheduler: Scheduler) -> None:
@@ -71,8 +76,8 @@ class Speculator:
 
     def choose(self, speculation: str | DraftPlan) -> None:
         """Switch to a mode: off, adaptive, a drafter's name, a static strategy's name, or a DraftPlan."""
-        if speculation != OFF and self._fill_costs():
-            self._go_without_what_cannot_pay(self.costs)
+        if speculation != OFF:
+            self._fill_costs()
         if speculation not in self._selectors:
             self._selectors[speculation] = self._selector(speculation)
         self.selector = self._selectors[speculation]
@@ -89,12 +94,14 @@ class Speculator:
             self._fill_costs()
             self.selector = self._selectors[OFF] = self._selector(OFF)
 
-    def _fill_costs(self) -> bool:
-        """Fill the cost tables if there are none, and return whether they were measured."""
-        is_measured = not self.costs.tables and self.state.config.profile and not self.state.by_row
-        if not self.costs.tables:
-            self.costs = self._profile() if is_measured else unmeasured()
-        return is_measured
+    def _fill_costs(self) -> None:
+        """Fill the cost tables if there are none. If they were measured, go without what they show not to pay."""
+        if self.costs.tables:
+            return
+        is_measured = self.state.config.profile and not self.state.by_row
+        self.costs = self._profile() if is_measured else unmeasured()
+        if is_measured:
+            self._go_without_what_cannot_pay(self.costs)
 
     def _go_without_what_cannot_pay(self, costs: CostModel) -> None:
         few_bits = self.state.few_bits
@@ -152,12 +159,12 @@ class Speculator:
         )
 
     def learn(
-        self, proposal: Proposal, walk: Walk, *, num_committed: int, verify_seconds: float, step_seconds: float
+        self, proposal: Proposal, walk: Walk, kept: IntArray, *, verify_seconds: float, step_seconds: float
     ) -> None:
         batch = proposal.batch
         if not batch.size:
             return
-        lengths = self.state.rows.lengths[batch.rows]
+        num_committed, lengths = int(kept.sum()), self.state.rows.lengths[batch.rows]
         for each in self.used:
             each.observe(batch, lengths)
         outcome = DraftOutcome(
@@ -171,7 +178,8 @@ class Speculator:
         if drafter is not None:
             owed = proposal.state.num_prefill_rows
             plain = self.costs.plain_seconds(batch.size, owed, proposal.state.kv_tokens) * num_committed / batch.size
-            more = batch.size, num_committed, plain + self.costs.owed_seconds(owed) - step_seconds
+            drafting = proposal.num_drafting
+            more = drafting, int(kept[:drafting].sum()), plain + self.costs.owed_seconds(owed) - step_seconds
             before = self._totals.get(drafter, (0, 0, 0.0))
             self._totals[drafter] = before[0] + more[0], before[1] + more[1], before[2] + more[2]
 
