@@ -43,10 +43,10 @@ class MtpTwin:
         text, found = list(tokens), []
         states = self.policy.model(torch.tensor([text])).last_hidden_state[:, :-1]
         for _ in range(depth):
-            embedded = self._whole.get_input_embeddings()(torch.tensor([text[1:]]))
+            embedded = self.policy.get_input_embeddings()(torch.tensor([text[1:]]))
             parts = (self._norm(embedded, "enorm"), self._norm(states, "hnorm"))
             handed_on = self._norm(self._layer(torch.cat(parts, -1) @ self._own["eh_proj"].T), "shared_head.norm")
-            text.append(int(self._whole.lm_head(handed_on[0, -1]).argmax()))
+            text.append(int(self.policy.lm_head(handed_on[0, -1]).argmax()))
             found.append(text[-1])
             states = torch.cat((states, handed_on[:, -1:]), 1)
         return found

@@ -1,5 +1,6 @@
 """MTP layers of a policy's checkpoint draft what their format says, and change no token."""
 
+import copy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,11 @@ def drafted(monkeypatch: pytest.MonkeyPatch) -> Drafted:
 
     monkeypatch.setattr(ModelDrafter, "propose", propose)
     return found
+
+
+class Unattending(torch.nn.Module):
+    def forward(self, states: torch.Tensor, **_: Any) -> torch.Tensor:
+        return states
 
 
 def make(twin: MtpTwin, drafter: str | None = "mtp", **options: Any) -> Engine:
@@ -113,13 +119,19 @@ def test_moves_and_preemptions_keep_bits_and_drafts(twins: dict[str, MtpTwin], m
     check(drafted, twin)
 
 
-def test_new_weights_of_the_policy_leave_the_layer_as_it_was(twins: dict[str, MtpTwin]) -> None:
+def test_new_weights_of_the_policy_leave_the_layer_as_it_was(twins: dict[str, MtpTwin], drafted: Drafted) -> None:
     engine, plain = make(twins["deepseek_v3"]), make(twins["deepseek_v3"], None)
     generated(engine)
-    weights = perturbed(twins["deepseek_v3"].policy, 0.5).state_dict()
+    later = copy.copy(twins["deepseek_v3"])
+    later.policy = perturbed(later.policy, 0.5)
+    weights = later.policy.state_dict()
     engine.load_weights(weights, version=1)
     plain.load_weights(weights, version=1)
     assert generated(engine) == generated(plain)
+    drafted.clear()
+    generated(engine, temperature=0.0)
+    assert len(drafted) > 60
+    check(drafted, later)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +155,30 @@ def test_weights_of_another_shape_are_refused(twins: dict[str, MtpTwin], tmp_pat
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InvalidRequest, match="drafter: cannot load the policy's MTP layers"):
         Engine.from_pretrained(folder, drafter="mtp")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda head: setattr(head, "use_shared_post_norm", True), "a shared norm"),
+        (lambda head: setattr(head, "rotary_emb", None), "no rotary angles"),
+        (lambda head: setattr(head.layers[0], "mtp_block", Unattending()), "cannot run the attention"),
+        (lambda head: setattr(head.layers[0], "mtp_block", torch.nn.Identity()), "cannot run the attention"),
+    ],
+)
+def test_layers_that_cannot_draft_here_are_refused(
+    twins: dict[str, MtpTwin], monkeypatch: pytest.MonkeyPatch, change: Any, said: str
+) -> None:
+    genuine = MtpModel.from_pretrained
+
+    def changed(*given: Any) -> Any:
+        head = genuine(*given)
+        change(head)
+        return head
+
+    monkeypatch.setattr(MtpModel, "from_pretrained", changed)
+    with pytest.raises(InvalidRequest, match=f"drafter: .*{said}"):
+        make(twins["glm4_moe"])
 
 
 def test_a_policy_that_has_no_such_layers_is_refused(tmp_path: Path) -> None:

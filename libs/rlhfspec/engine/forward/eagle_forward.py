@@ -35,7 +35,7 @@ _CAUGHT_UP_AT_ONCE = 4096  # positions whose keys and values are computed togeth
 
 def taps_of(head: PolicyHead, num_layers: int) -> Taps:
     layers, width = head.layers_tapped(num_layers), head.config.hidden_size
-    return Taps(layers=layers, attention=head.attention(num_layers), width=width)
+    return Taps(name=head.name, layers=layers, attention=head.attention(num_layers), width=width)
 
 
 class EagleForward(InSpace):

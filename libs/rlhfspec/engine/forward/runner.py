@@ -62,6 +62,7 @@ _TOLERANCES_OF_CUDA = {torch.float32: 2e-3, torch.bfloat16: 3e-2}
 class Taps:
     """Hidden states that forwards tell for a drafter, and its room in the KV cache."""
 
+    name: str  # of the drafter, for messages
     layers: tuple[int, ...]  # whose inputs are told, ascending; none: the trunk's output
     attention: AttentionSpec  # of the drafter's own layer
     width: int  # values kept for each position
@@ -382,7 +383,7 @@ def _kv_shape(attentions: tuple[AttentionSpec, ...], taps: Taps | None) -> tuple
     heads, dim = cache_shape(attentions)
     if cache_shape((*attentions, taps.attention)) != (heads, dim):
         problem = f"has more or wider key/value heads than the policy: {taps.attention}"
-        raise InvalidRequest("drafter", "EAGLE-3", problem)
+        raise InvalidRequest("drafter", taps.name, problem)
     return (len(attentions) + 1 + taps.pages(heads, dim), 2, heads, dim)
 
 

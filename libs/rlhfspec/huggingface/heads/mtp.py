@@ -16,6 +16,7 @@ from rlhfspec.errors import InvalidRequest, first_line
 from rlhfspec.huggingface.heads.eagle import Attend
 from rlhfspec.huggingface.loading import LOAD_ERRORS, further_layers
 from rlhfspec.huggingface.structure.attention import AttentionSpec, refuse_unknown, use_eager_experts
+from rlhfspec.huggingface.structure.trace import FORWARD_ERRORS
 from rlhfspec.job.choices.drafters import MTP
 
 _ATTENTION = "rlhfspec_mtp"
@@ -49,7 +50,11 @@ class MtpHead(nn.Module):
     def attention(self, index: int) -> AttentionSpec:
         """Return the attention of the layer, whose keys and values lie at `index` in the cache."""
         states = self.layer.eh_proj.weight.new_zeros(1, self.config.hidden_size)
-        query, key, value, scale = self._attended(states, states, torch.zeros(1, dtype=torch.int64))
+        try:
+            query, key, value, scale = self._attended(states, states, torch.zeros(1, dtype=torch.int64))
+        except FORWARD_ERRORS as error:
+            problem = f"cannot run the attention of the policy's MTP layer: {first_line(error)}"
+            raise InvalidRequest("drafter", MTP, problem) from error
         return AttentionSpec(
             index=index, num_heads=query.shape[1], num_kv_heads=key.shape[1], key_dim=key.shape[2],
             value_dim=value.shape[2], scale=scale, softcap=0.0, has_sinks=False, window=self._window, chunk=None,
@@ -120,7 +125,10 @@ def load_mtp(policy: Any) -> MtpHead:
     config.dtype = policy.get_input_embeddings().weight.dtype
     view._keys_to_ignore_on_load_unexpected = [r"^mtp\.", rf"^model\.layers\.{first}\."]
     try:
-        head = MtpHead(MtpModel.from_pretrained(view))
+        loaded: Any = MtpModel.from_pretrained(view)
     except LOAD_ERRORS as error:
         raise InvalidRequest("drafter", MTP, f"cannot load the policy's MTP layers: {first_line(error)}") from error
-    return head.eval().requires_grad_(False)
+    for is_so, has in ((loaded.use_shared_post_norm, "a shared norm"), (loaded.rotary_emb is None, "no rotary angles")):
+        if is_so:
+            raise InvalidRequest("drafter", MTP, f"the MTP layers of this {policy.config.model_type} have {has}")
+    return MtpHead(loaded).eval().requires_grad_(False)
