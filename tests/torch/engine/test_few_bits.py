@@ -1,6 +1,7 @@
 """The policy in 8 bits as its own drafter: the same tokens, nearly always accepted, made anew with the weights."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import make_engine
 from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.drafting.cost import TARGET, CostModel, CostTable, draft_kind
-from rlhfspec.engine.forward import models
+from rlhfspec.engine.forward import memory, models
 from rlhfspec.engine.kv.state import EngineState
 from rlhfspec.engine.scheduling import speculation
 from rlhfspec.engine.scheduling.speculation import Speculator
@@ -69,6 +70,16 @@ def test_the_effect_of_drafts_is_counted() -> None:
     assert np.isfinite(told.saved_seconds)
 
 
+def test_a_draft_for_part_of_the_batch_counts_only_that_part() -> None:
+    engine = make(draft="self", speculation=DraftPlan(drafter="model", depth=5, num_sequences=1))
+    for number in range(8):
+        engine.submit(request(str(number), seed=number, max_tokens=60))
+    done = drain(engine)
+    [told] = engine.stats().drafting
+    assert 4 * told.num_verifications < sum(each.stats.num_verifications for each in done.values())
+    assert told.tokens_per_verification > 2.5
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_self_drafter_follows_new_weights_of_the_policy(dtype: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "rlhfspec.engine.forward.few_bits")
@@ -116,6 +127,9 @@ def test_a_self_drafter_is_refused_without_cpu_kernels(options: dict[str, Any]) 
         make_engine(copy.deepcopy(model()), config, draft="self")
     engine = make_engine(copy.deepcopy(model()), config, draft="auto")
     assert engine.state.draft is None, "auto goes without"
+    for mode in ("model", CHAIN, "model-d4"):
+        with pytest.raises(InvalidRequest, match=r"drafter: .*CPU kernels.*auto"):
+            make_engine(copy.deepcopy(model()), replace(config, speculation=mode), draft="auto")
 
 
 @pytest.mark.parametrize(("level", "pays"), [(0.3, True), (0.8, True), (1.0, False)])
@@ -150,6 +164,33 @@ def test_auto_needs_room_for_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "spare_bytes", lambda config, runner: 1000)
     assert make(draft="auto", speculation="adaptive").state.few_bits is None
     assert make(draft="self").state.few_bits is not None, "it was asked for"
+
+
+def test_costs_measured_before_drafting_drop_what_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = CostModel({kind: CostTable([1, 64], [1.0, 1.0]) for kind in (TARGET, draft_kind("model"))})
+    monkeypatch.setattr(Speculator, "_profile", lambda self: costs)
+    engine = make(draft="auto", speculation="off", profile=True)
+    assert engine.state.few_bits is not None
+    engine.speculation.measure()
+    engine.set_speculation("adaptive")
+    assert engine.state.few_bits is None
+    assert list(engine.speculation.drafters) == ["suffix"]
+
+
+def test_spare_memory_of_a_cpu_contains_kv_and_a_full_device_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_on_the_host", lambda: 1 << 20)
+    engine = make(draft="auto", speculation="adaptive", max_sequences=256)
+    runner, config = engine.state.target.runner, engine.state.config
+    assert engine.state.few_bits is not None
+    assert runner.bytes_per_position * config.num_blocks * config.block_size > memory.spare_bytes(config, runner) > 0
+
+    def fill(*_: Any) -> int:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(memory, "is_measured", lambda device: True)
+    monkeypatch.setattr(memory, "free_bytes", lambda *_: 1 << 40)
+    monkeypatch.setattr(memory, "_forward_bytes", fill)
+    assert memory.spare_bytes(config, runner) == 0
 
 
 def test_the_self_drafter_shares_all_weights_but_the_matrices() -> None:

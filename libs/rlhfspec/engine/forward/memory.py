@@ -62,11 +62,14 @@ def sized(config: EngineConfig, runners: Sequence[ModelRunner], group: Ranks | N
 
 
 def spare_bytes(config: EngineConfig, runner: ModelRunner) -> int:
-    """Return the memory that the runner's weights, KV and forwards leave."""
+    """Return the memory that the runner's weights, forwards and, on a device, KV leave."""
     device = torch.device(config.device)
     if not is_measured(device):
-        return free_on_the_host() - runner.bytes_per_position * config.num_blocks * config.block_size
-    return free_bytes(device, config.gpu_memory_fraction) - _FORWARDS * _forward_bytes(runner, config)
+        return free_on_the_host()
+    try:
+        return free_bytes(device, config.gpu_memory_fraction) - _FORWARDS * _forward_bytes(runner, config)
+    except torch.OutOfMemoryError:
+        return 0
 
 
 @torch.inference_mode()

@@ -13,6 +13,7 @@ import torch
 from rlhfspec.common.ranks.group import Ranks
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.distilling.eagle_student import EagleStudent
+from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.forward import constant_shape
 from rlhfspec.engine.forward.eagle_forward import EagleForward, PolicyHead, taps_of
 from rlhfspec.engine.forward.few_bits import FewBits, bytes_on_a_device
@@ -27,7 +28,7 @@ from rlhfspec.huggingface.heads.eagle import EagleHead, is_eagle, load_head
 from rlhfspec.huggingface.heads.mtp import MtpHead, load_mtp
 from rlhfspec.huggingface.loading import load_stored
 from rlhfspec.huggingface.structure.causal_lm import max_positions, text_config
-from rlhfspec.job.choices.drafters import ADAPTIVE, AUTO, MADE_OF_THE_POLICY, MTP, OFF, ONLY_HEADS_LEARN, SELF
+from rlhfspec.job.choices.drafters import AUTO, DRAFTERS, MADE_OF_THE_POLICY, MTP, NONE, OFF, ONLY_HEADS_LEARN, SELF
 from rlhfspec.kernels.cpu import build
 from rlhfspec.kernels.linear import arithmetic_for
 from rlhfspec.kernels.malloc import tune_malloc
@@ -38,6 +39,7 @@ log = logging.getLogger(__name__)
 def load_state(path: str | Path, *, drafter: str | Path | None, options: dict[str, Any]) -> EngineState:
     config = _config(options)
     model = load_stored(path)
+    drafter = None if drafter == NONE else drafter
     draft = drafter if drafter in (None, *MADE_OF_THE_POLICY) else load_drafter(drafter, model, field="drafter")
     return make_state(model, config, draft=draft, tokenizer=_tokenizer(path))
 
@@ -61,8 +63,9 @@ def make_state(
     draft = load_mtp(model) if draft == MTP else draft
     head = draft if isinstance(draft, EagleHead | MtpHead) else None
     draft = draft if own is None and head is None else None
+    is_optional = own == AUTO and not _needs_a_draft_model(config.speculation)
     if own is not None and (problem := _why_not_of_the_policy(config, group)):
-        if own == SELF:
+        if not is_optional:
             raise InvalidRequest("drafter", own, problem)
         own = None
     if config.learning != OFF and (draft is not None or isinstance(head, MtpHead)):
@@ -75,8 +78,10 @@ def make_state(
             student = EagleStudent(copy.deepcopy(head), model, config.device)
         head = head.to(config.device)
     num_weights = sum(parameter.numel() for parameter in model.parameters())
-    config, (target, *others) = make_runners(model, config, draft, group, taps, has_few_bits=own == SELF)
-    if own == AUTO:
+    config, (target, *others) = make_runners(
+        model, config, draft, group, taps, has_few_bits=own is not None and not is_optional
+    )  # fmt: skip
+    if own is not None and is_optional:
         num_bytes = num_weights if config.device.startswith("cpu") else bytes_on_a_device(model)
         if num_bytes > spare_bytes(config, target):
             log.info("self-drafting is off: the policy's quantised copy does not fit into the memory")
@@ -85,9 +90,7 @@ def make_state(
     if group is not None and cut is not None:
         target.others = Others(group, cut)
     space = KVSpace(target, config)
-    few_bits = None
-    if own is not None:
-        few_bits = FewBits(target, is_optional=own == AUTO and config.speculation == ADAPTIVE)
+    few_bits = None if own is None else FewBits(target, is_optional=is_optional)
     shared = SharedSpace(space, few_bits.runner) if few_bits is not None else None
     state = EngineState(
         config=config,
@@ -101,6 +104,11 @@ def make_state(
     if head is not None:
         state.eagle = EagleForward(head, space, state.rows)
     return state
+
+
+def _needs_a_draft_model(speculation: str | DraftPlan) -> bool:
+    mode = (speculation if isinstance(speculation, str) else speculation.name).partition("-")[0]
+    return mode in DRAFTERS and DRAFTERS[mode].runs_draft_model
 
 
 def _why_not_of_the_policy(config: EngineConfig, group: Ranks | None) -> str:
