@@ -107,6 +107,7 @@ class EngineStep:
     strategy: str
     seconds: float
     num_passes: int = 1
+    num_paused: int = 0  # decoding sequences left out, for clients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,7 +65,7 @@ class EngineConfig:
             raise InvalidRequest("num_threads", self.num_threads, "must be >= 1")
         if self.kv_cache_tokens is not None and self.kv_cache_tokens < self.block_size:
             raise InvalidRequest("kv_cache_tokens", self.kv_cache_tokens, f"must be >= block_size ({self.block_size})")
-        if self.target_tpot is not None and self.target_tpot <= 0:
+        if self.target_tpot is not None and not self.target_tpot > 0:
             raise InvalidRequest("target_tpot", self.target_tpot, "must be > 0")
         if self.learning not in (OFF, AUTO) and not (
             isinstance(self.learning, float | int) and 0 <= self.learning <= 1

@@ -303,6 +303,7 @@ class Engine(Moves):
             gains=gains,
             finished=(*undelivered, *finished),
             num_decoding=len(schedule.decode_rows),
+            num_paused=schedule.num_paused,
             num_prefill_tokens=schedule.num_prefill_tokens,
             num_verified_nodes=num_nodes,
             num_committed=num_committed,

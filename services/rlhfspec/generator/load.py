@@ -65,8 +65,9 @@ class LoadMeter:
         self._learn(report)
 
     def _learn(self, report: EngineStep) -> None:
-        tokens_each = report.num_committed / report.num_decoding if report.num_decoding else 0.0
-        num_running, tokens_of_one = report.num_decoding / report.num_passes, tokens_each * report.num_passes
+        num_decoding = report.num_decoding + report.num_paused
+        tokens_each = report.num_committed / num_decoding if num_decoding else 0.0
+        num_running, tokens_of_one = num_decoding / report.num_passes, tokens_each * report.num_passes
         if report.num_prefill_tokens:
             decoding = self._curve.seconds(num_running) * (tokens_of_one or 1.0)  # without decoding: a step's base
             self._curve.learn_prefill(report.num_prefill_tokens, report.seconds - decoding)

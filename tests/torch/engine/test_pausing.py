@@ -25,6 +25,7 @@ from moving import (
 
 from rlhfspec.engine import Completion, Engine, Request
 from rlhfspec.engine.drafting.cost import TARGET, CostModel, CostTable, host_kind
+from rlhfspec.errors import SequenceStateError
 
 TIGHT = 1e-9  # seconds a token that no step keeps
 NUM_SAMPLES = 32
@@ -279,3 +280,61 @@ def test_costs_are_measured_and_learnt_without_drafts_once_clients_are_served() 
     engine.submit(request("x"))
     drain(engine)
     assert curve.num_seen > 50
+
+
+def test_an_old_sample_that_moves_in_waits_behind_a_client() -> None:
+    here, there = make(), costing(make(max_sequences=NUM_SAMPLES, speculation="off"))
+    here.submit(request("old"))
+    here.step()
+    here.scheduler.running[0].arrived -= 60.0
+    for index in range(NUM_SAMPLES):
+        there.submit(chat(f"chat {index}", seed=index, max_tokens=10 + 20 * (index > 1)))
+    there.step()
+    there.submit(chat("next"))
+    there.import_sequence(here.export_sequence("old"))
+    assert [each.request.id for each in there.scheduler.waiting] == ["next", "old"]
+    while there.stats().num_running == NUM_SAMPLES:
+        there.step()
+    there.step()
+    assert "next" in {each.request.id for each in there.scheduler.running}
+    assert [each.request.id for each in there.scheduler.waiting] == ["old"], "two rows stay free"
+    done = drain(there)
+    assert bits(done["old"]) == alone()
+
+
+def test_samples_that_move_in_leave_rows_for_the_next_clients() -> None:
+    here, there = make(), make(max_sequences=16, speculation="off")
+    here.submit(request("sample"))
+    here.step()
+    for index in range(15):
+        there.submit(chat(f"chat {index}", seed=index, max_tokens=100))
+    there.step()
+    assert there.stats().room == 0
+    with pytest.raises(SequenceStateError, match="room"):
+        there.reserve(here.manifest("sample"))
+
+
+def test_prompts_of_samples_run_in_whole_chunks_where_no_sample_decodes() -> None:
+    engine = costing(make(target_tpot=TIGHT, speculation="off", max_context=256))
+    engine.submit(chat("chat", max_tokens=60))
+    engine.step()
+    engine.submit(request("sample", tuple(range(70)), seed=1))
+    assert [engine.step().num_prefill_tokens for _ in range(3)] == [32, 32, 6]
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "priority", "num_nodes"), [(16.4, 2, 0), (18.4, 2, 2), (100.0, 2, None), (16.4, 0, None)]
+)
+def test_tree_nodes_get_the_rows_that_the_target_leaves(
+    milliseconds: float, priority: int, num_nodes: int | None
+) -> None:
+    engine = costing(make(target_tpot=milliseconds / 1e3, speculation=TREE))
+    for index in range(5):
+        engine.submit(request(f"sample {index}", seed=index, max_tokens=80))
+    for _ in range(2):
+        engine.step()
+    engine.submit(replace(chat("chat"), priority=priority))
+    engine.step()
+    report = engine.step()
+    assert report.num_decoding == 6
+    assert report.num_verified_nodes == num_nodes if num_nodes is not None else report.num_verified_nodes > 10

@@ -282,6 +282,21 @@ def test_a_generator_says_what_a_plan_needs() -> None:
     assert (idle.num_running, idle.sample_ids) == (0, ())
 
 
+def test_samples_that_pause_make_a_generator_look_slower() -> None:
+    fake: Any = FakeEngine(random.Random(0))
+    loads = []
+    for num_paused in (0, 28):
+        meter = LoadMeter(JOB, "generator-1", fake, worker=1)
+        for _ in range(100):
+            meter.stepped(
+                EngineStep(gains=(), finished=(), num_decoding=4, num_paused=num_paused, num_prefill_tokens=0,
+                           num_verified_nodes=0, num_committed=4, strategy="plain", seconds=0.01)
+            )  # fmt: skip
+        loads.append(meter.now())
+    assert loads[1].sequence_seconds > loads[0].sequence_seconds
+    assert loads[1].step_seconds + 32 * loads[1].sequence_seconds == pytest.approx(8 * 0.01, rel=0.1)
+
+
 LEAST, MOST = 1, 16
 
 positive = st.floats(1e-4, 1.0)

@@ -348,6 +348,16 @@ def test_a_fixed_selector_keeps_all_or_the_best_of_the_batch() -> None:
         assert choice.predicted_accepted == pytest.approx(float(forest.path_acceptance[expected].sum()))
 
 
+def test_selectors_verify_no_more_nodes_than_allowed() -> None:
+    _, selector, _ = adaptive_in(FLAT_TO_16, {"model": 0.5})
+    plan = DraftPlan(drafter="model", depth=2)
+    forest = forest_of([-1, -1, 0, 1], [0.9] * 4, 2)
+    for each in (selector, FixedSelector(plan)):
+        sizes = [len(each.budget(plan, replace(state_of(2), most_nodes=most), forest, 0.0).keep) for most in (None, 3)]
+        assert sizes == [4, 3]
+        assert each.plan(replace(state_of(2), most_nodes=0)) == PLAIN
+
+
 def test_plan_grids_contain_the_named_plans() -> None:
     grid = set(static_grid(("model", "suffix")))
     assert {"model-d2", "model-d4", "model-d8", "model-d4-w1-b2", "model-d6-w2-b3", "suffix-d4", "suffix-d8"} <= grid

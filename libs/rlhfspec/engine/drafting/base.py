@@ -153,6 +153,7 @@ class BatchState:
     num_prefill_rows: int  # rows of prompt chunks in the same forward
     kv_tokens: int  # context tokens that attention reads, once per sequence: tree nodes share the loads
     unseen: IntArray  # [B] tokens that the draft model has yet to run, except the last of each sequence
+    most_nodes: int | None = None  # to verify, for the time per token of clients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

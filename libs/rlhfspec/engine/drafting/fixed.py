@@ -46,14 +46,14 @@ class FixedSelector:
         self._journal = Journal(costs)
 
     def plan(self, state: BatchState) -> DraftPlan:
-        return self._plan if len(state.rows) else PLAIN
+        return self._plan if len(state.rows) and state.most_nodes != 0 else PLAIN
 
     def rule(self, plan: DraftPlan, state: BatchState) -> LevelRule:
         return Always()
 
     def budget(self, plan: DraftPlan, state: BatchState, forest: Forest, draft_seconds: float) -> DraftChoice:
         limit = forest.size if plan.max_nodes is None else plan.max_nodes * len(state.rows)
-        keep = best_nodes(forest.path_acceptance, limit)
+        keep = best_nodes(forest.path_acceptance, limit if state.most_nodes is None else min(limit, state.most_nodes))
         rows, verify_seconds = len(state.rows) + state.num_prefill_rows + len(keep), 0.0
         if self._costs is not None:
             verify_seconds = self._costs.table(TARGET).seconds(rows, state.kv_tokens)

@@ -66,7 +66,8 @@ class AdaptiveSelector:
         started = perf_counter()
         num_sequences = len(state.rows)
         rows = num_sequences + state.num_prefill_rows
-        looked_at = budgets(forest.size if plan.max_nodes is None else min(forest.size, plan.max_nodes * num_sequences))
+        most = forest.size if state.most_nodes is None else min(forest.size, state.most_nodes)
+        looked_at = budgets(most if plan.max_nodes is None else min(most, plan.max_nodes * num_sequences))
         worth = worth_by_room(forest, state.room)
         ranked = descending(worth)
         expected = np.append(0.0, ranked.cumsum())[looked_at]  # S(N)
@@ -76,7 +77,7 @@ class AdaptiveSelector:
         best = int(((num_sequences + expected) / (fixed + verify_seconds)).argmax())
         num_nodes = int(looked_at[best])
         if self._is_trial:
-            num_nodes = max(num_nodes, min(forest.size, max(num_sequences // _TRIAL_DIVISOR, _LEAST_TRIED)))
+            num_nodes = max(num_nodes, min(most, max(num_sequences // _TRIAL_DIVISOR, _LEAST_TRIED)))
         if _is_telling(state):
             self._outlook.learn_forest(plan, forest, plan.num_sequences or num_sequences)
         keep = best_nodes(worth, num_nodes, ranked)
@@ -108,7 +109,7 @@ class AdaptiveSelector:
 
     def _choose(self, state: BatchState) -> DraftPlan:
         self._is_trial = False
-        if (state.room < 2).all():  # nothing can be drafted
+        if (state.room < 2).all() or state.most_nodes == 0:  # nothing can be drafted
             return PLAIN
         self._step += 1
         batch = len(state.rows), state.num_prefill_rows > 0
@@ -139,7 +140,7 @@ class AdaptiveSelector:
         predicted += costs.observe_draft(drafter, num_drafted + num_unseen, level_rows, outcome.draft_seconds)
         assert outcome.choice is not None, "whatever is drafted has a budget"
         num_accepted, believed = int(np.count_nonzero(outcome.accepted)), outcome.choice.predicted_accepted
-        if _is_telling(state) and not state.num_prefill_rows:
+        if _is_telling(state) and not state.num_prefill_rows and outcome.forest.size != state.most_nodes:
             if part is None:
                 steady = predicted - costs.catch_up_seconds(drafter, num_drafted, num_unseen)
                 given, promised = outcome.num_committed, self._outlook.promised(outcome.plan, steady)

@@ -8,18 +8,18 @@ from rlhfspec.common.arrays import IntArray
 from rlhfspec.engine.drafting.cost import CostModel
 
 TIMES_ALONE = 2.0  # without a target, a step takes at most this many times as long as with the clients alone
-LEAST_CHUNK = 32  # prompt tokens of clients in a step, at least: the kernels are at full speed from here
+LEAST_CHUNK = 32  # prompt tokens in a step, at least: the kernels are at full speed from here
 LEAST_SHARE = 8  # samples always get a token for each eight of them, and for each eight rows of clients
 
 
 def beside_clients(
     costs: CostModel, target: float | None, num_clients: int, lengths: IntArray, missing: IntArray, chunk: int
-) -> tuple[int, int]:
-    """Return how many decoding samples run in a step with clients, and how many prompt tokens of clients and samples.
+) -> tuple[int, int, int | None]:
+    """Return how many decoding samples run in a step with clients, the prompt tokens of all, and the most rows.
 
-    A step without drafts then takes at most `target` seconds. With drafts it may take longer, but not per token,
-    because they are verified only where they save time. `lengths` and `missing` (tokens without KV) are those of
-    `num_clients` clients, then of samples; `chunk` is the most prompt tokens of a step.
+    The step then takes at most `target` seconds besides drafting. Tree nodes count as rows, and get those that samples
+    leave; None allows any number. `lengths` and `missing` (tokens without KV) are those of `num_clients` clients, then
+    of samples; `chunk` is the most prompt tokens of a step.
     """
     decodes = missing == 1
     clients, samples = lengths[:num_clients][decodes[:num_clients]], lengths[num_clients:][decodes[num_clients:]]
@@ -37,5 +37,6 @@ def beside_clients(
     contexts = context + samples.cumsum()
     seconds = costs.step_seconds(num + first + np.arange(1, len(samples) + 1), contexts)
     beside = max(int(np.searchsorted(seconds, most, side="right")), min(least, len(samples)))
-    left = most_rows(int(contexts[beside - 1]) if beside else context) - num - beside
-    return beside, min(max(left, first + least - beside), chunk)
+    allowed = most_rows(int(contexts[beside - 1]) if beside else context)
+    chunk = min(max(allowed - num - beside, first + LEAST_CHUNK * (beside < least)), chunk)
+    return beside, chunk, allowed if num and num_samples else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, MutableSequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
@@ -17,7 +17,7 @@ from rlhfspec.engine.kv.cache import Prefix, check_blocks, check_slots, give_bac
 from rlhfspec.engine.kv.prefixes import Found, Prefixes
 from rlhfspec.engine.kv.state import EngineState
 from rlhfspec.engine.scheduling.pausing import beside_clients
-from rlhfspec.engine.scheduling.sequences import PREEMPTIONS, Sequence
+from rlhfspec.engine.scheduling.sequences import PREEMPTIONS, Sequence, by_age
 from rlhfspec.errors import InvalidRequest
 
 _ROWS_PER_SPARE_ROW = 16  # while clients are served, one in so many stays free for the next, and no sample loses its KV
@@ -32,6 +32,8 @@ class StepRows:
     prefill_rows: IntArray  # [P]
     prefill_starts: IntArray  # [P] first position of the chunk
     prefill_counts: IntArray  # [P]
+    num_paused: int = 0  # decode rows left out
+    most_rows: int | None = None  # with those of tree nodes, for the clients' time per token
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -110,14 +112,13 @@ class Scheduler:
 
     def _is_pending(self, sequence: Sequence, found: Found) -> bool:
         """Return whether a sequence waits for a prefix. It never waits for lower priorities, which may pause."""
-        block = found.pending
-        return block is not None and not any(block in each.blocks for each in self._lower_than(sequence))
+        block, lower = found.pending, self._lower_than(sequence) if sequence.request.priority > 0 else ()
+        return block is not None and not any(block in each.blocks for each in lower)
 
     def _admit(self) -> None:
         """Admit waiting sequences, except those whose prefix another sequence is computing."""
         passed: list[Sequence] = []
-        spare = any(each.request.priority > 0 for each in self.running) * len(self.rows.lengths) // _ROWS_PER_SPARE_ROW
-        while self.waiting and len(self.rows.free_rows) > (0 if self.waiting[0].request.priority > 0 else spare):
+        while self.waiting and self._has_row(self.waiting[0]):
             sequence = self.waiting.popleft()
             found = Found() if sequence.resting else self.prefixes.find(sequence)
             if self._is_pending(sequence, found):
@@ -148,17 +149,19 @@ class Scheduler:
         config, cached = self.state.config, self.state.target.cached
         missing = self.rows.lengths[active] - cached[active]
         decodes, chunk = missing == 1, config.prefill_chunk
+        most_rows: int | None = None
         if num_clients:
             lengths = self.rows.lengths[active]
-            beside, chunk = beside_clients(costs, config.target_tpot, num_clients, lengths, missing, chunk)
+            beside, chunk, most_rows = beside_clients(costs, config.target_tpot, num_clients, lengths, missing, chunk)
             decodes[num_clients:] &= decodes[num_clients:].cumsum() <= beside
         prefill, counts = active[missing > 1], missing[missing > 1]
         before = np.cumsum(counts) - counts
         counts = np.minimum(counts, np.maximum(chunk - before, 0)).astype(np.int32)
         prefill, counts = prefill[counts > 0], counts[counts > 0]
         return StepRows(
-            decode_rows=active[decodes], prefill_rows=prefill, prefill_starts=cached[prefill], prefill_counts=counts
-        )
+            decode_rows=active[decodes], prefill_rows=prefill, prefill_starts=cached[prefill], prefill_counts=counts,
+            num_paused=int((missing == 1).sum()) - int(decodes.sum()), most_rows=most_rows,
+        )  # fmt: skip
 
     def make_room(self) -> None:
         """Give every running row a slot for its next token, preempting the youngest of the lowest priority for it."""
@@ -264,7 +267,7 @@ class Scheduler:
             if prefix_hash not in self.promised:
                 break
             shared.append(self.promised[prefix_hash])
-        if not self.rows.free_rows or not self._has_room(sequence, num_tokens, shared):
+        if not self._has_row(sequence) or not self._has_room(sequence, num_tokens, shared):
             return False
         num_shared = len(shared)
         self._enter_row(sequence, num_tokens, shared)
@@ -327,7 +330,7 @@ class Scheduler:
         whole = self.pool.blocks_for(self.state.config.max_context)
         free = self.num_available
         each = max((self.pool.num_blocks - free) // len(self.running), 1) if self.running else whole
-        room = min(len(self.rows.free_rows), free // each)
+        room = min(max(len(self.rows.free_rows) - self._num_spare, 0), free // each)
         return room if self.running else max(room, 1)
 
     @property
@@ -348,13 +351,16 @@ class Scheduler:
         return [each for each in (*self.staying.values(), *reversed(self.waiting)) if each.resting]
 
     @property
-    def _spare_blocks(self) -> int:
-        return len(self.running) // _RUNNING_PER_SPARE_BLOCK
+    def _num_spare(self) -> int:
+        return any(each.request.priority > 0 for each in self.running) * len(self.rows.lengths) // _ROWS_PER_SPARE_ROW
+
+    def _has_row(self, sequence: Sequence) -> bool:
+        return len(self.rows.free_rows) > (0 if sequence.request.priority > 0 else self._num_spare)
 
     def _has_room(self, sequence: Sequence, num_tokens: int, shared: list[int]) -> bool:
         """Return whether a sequence sharing these blocks fits; if so, free KV of sequences without a row as needed."""
         need = self.pool.blocks_for(num_tokens + 1) - len(shared) - len(sequence.blocks)
-        need = max(need, 0) + self._spare_blocks
+        need = max(need, 0) + len(self.running) // _RUNNING_PER_SPARE_BLOCK
         available = self._available
         if need + available[shared].sum() > available.sum():
             return False  # without freeing any sequence's KV
@@ -442,9 +448,3 @@ class Scheduler:
         assert len(set(everywhere)) == len(everywhere), "a sequence is in two places"
         leased = {block for sequence in self.arriving.values() for block in sequence.blocks}
         assert leased.issuperset(self.promised.values()), "a block is promised that no move fills"
-
-
-def by_age(line: MutableSequence[Sequence], sequence: Sequence) -> None:
-    """Insert a sequence into a queue ordered by arrival."""
-    younger = (index for index, other in enumerate(line) if other.arrived > sequence.arrived)
-    line.insert(next(younger, len(line)), sequence)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableSequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -183,3 +183,13 @@ class RowTable:
             self.stop_ids = wider
         self.stop_ids[row] = -1
         self.stop_ids[row, : len(stop_ids)] = stop_ids
+
+
+def by_age(line: MutableSequence[Sequence], sequence: Sequence) -> None:
+    """Insert a sequence into a queue ordered by priority and arrival."""
+
+    def place(each: Sequence) -> tuple[int, float]:
+        return -each.request.priority, each.arrived
+
+    behind = (index for index, other in enumerate(line) if place(other) > place(sequence))
+    line.insert(next(behind, len(line)), sequence)

@@ -150,12 +150,14 @@ class Speculator:
     def _batch_state(self, schedule: StepRows) -> BatchState:
         rows = schedule.decode_rows
         lengths, draft = self.state.rows.lengths[rows], self.state.draft
+        most, num_rows = schedule.most_rows, len(rows) + schedule.num_prefill_tokens
         return BatchState(
             rows=rows,
             room=self.state.rows.limits[rows] - lengths,
             num_prefill_rows=schedule.num_prefill_tokens,
             kv_tokens=int(lengths.sum()) + schedule.num_prefill_tokens,
             unseen=np.zeros_like(lengths) if draft is None else np.maximum(lengths - 1 - draft.cached[rows], 0),
+            most_nodes=None if most is None else max(most - num_rows, 0),
         )
 
     def learn(
