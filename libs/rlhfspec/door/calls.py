@@ -96,7 +96,7 @@ class ClientCalls:
         )
         self._engine = engine
         self._between = between
-        self._most_urgent = engine.state.config.max_sequences // 2 if most_urgent is None else most_urgent
+        self._most_urgent = max(engine.state.config.max_sequences // 2, 1) if most_urgent is None else most_urgent
         self._most_kept = most_kept  # conversations that may be continued with their KV
         self._loop: asyncio.AbstractEventLoop | None = None  # that of the clients
         self.ended: RLHFSpecError | None = None  # why no call is taken any more
