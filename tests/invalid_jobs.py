@@ -200,6 +200,10 @@ BY_HAND = [
     ),
     Wrong({"training.exactOnPolicy": True, "model.dtype": "bfloat16"}, "spec.model.dtype"),
     Wrong({"training.exactOnPolicy": True, "generation.engine": {"name": "vllm"}}, "spec.generation.engine.name"),
+    Wrong(
+        {"serving.targetTpotMilliseconds": 50, "generation.engine": {"name": "vllm"}},
+        "spec.serving.targetTpotMilliseconds",
+    ),
     *(
         Wrong(
             {"generation.engine": {"name": name, "arguments": {argument: 1}}},

@@ -206,6 +206,11 @@ _OF_GENERATORS = (
         )
     ),
     JobRule(
+        "serving.targetTpotMilliseconds",
+        "serving.targetTpotMilliseconds is None or generation.engine.name == 'own'",
+        "needs the engine own, in which samples pause for clients: remove it",
+    ),
+    JobRule(
         "roles.trainer.tensorParallel",
         "roles.trainer.tensorParallel == 1 or model.lora is None",
         "LoRA does not support tensor parallelism: must be 1 with model.lora",
