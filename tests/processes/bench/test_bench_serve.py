@@ -22,6 +22,10 @@ from rlhfspec.engine import Request, SamplingParams
 SETTINGS = ServeSettings(model="m", draft=None)
 
 
+def test_the_engine_holds_the_target_of_the_bars() -> None:
+    assert replace(SETTINGS, tpot=0.2).engine_options()["target_tpot"] == 0.2
+
+
 def test_chats_arrive_at_random_at_the_rate_asked_for() -> None:
     arrivals = [chat.at for chat in chats(["a", "b"], 2000, rate=4.0, num_tokens=8, repetition=0)]
     waits = [later - before for before, later in pairwise([0.0, *arrivals])]

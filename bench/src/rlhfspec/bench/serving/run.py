@@ -75,10 +75,9 @@ class ServeSettings:
                 raise InvalidRequest(name, getattr(self, name), "must be > 0")
 
     def engine_options(self) -> dict[str, Any]:
-        """Return the options of our engine. A target of time per output token, once it has one, belongs here."""
         return {
             "drafter": self.draft, "speculation": "adaptive", "dtype": self.dtype, "num_threads": self.num_threads,
-            "max_sequences": _ROWS, "max_context": MAX_CONTEXT,
+            "max_sequences": _ROWS, "max_context": MAX_CONTEXT, "target_tpot": self.tpot,
         }  # fmt: skip
 
 

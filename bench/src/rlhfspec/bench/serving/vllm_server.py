@@ -58,22 +58,22 @@ class VllmServer:
         self._num_turns += 1
         body = {"cache_salt": f"turn-{self._num_turns}"}  # no turn finds the prompts of an earlier one
         if count := arguments["count"]:
-            settled = self._metrics()[_TOKENS] + WARM_TOKENS * count
+            settled = self._num_tokens() + WARM_TOKENS * count
             self._background = self._loop.start(self._keep_open(rollouts(**arguments["rollouts"]), count, body))
             self._wait_until(lambda found: found.get(_TOKENS, 0.0) >= settled)
-        self._began = time.perf_counter(), self._metrics()[_TOKENS]
+        self._began = time.perf_counter(), self._num_tokens()
         return {"url": self._url, "body": body | {"return_token_ids": True}}
 
     def end(self, arguments: dict[str, Any]) -> dict[str, Any]:
         began, num_tokens = self._began
-        ended = {"seconds": time.perf_counter() - began, "num_tokens": self._metrics()[_TOKENS] - num_tokens}
+        ended = {"seconds": time.perf_counter() - began, "num_tokens": self._num_tokens() - num_tokens}
         if self._background is not None:
             if self._background.done():
                 self._background.result()
             self._background.cancel()
             self._background = None
         num_tokens = -1
-        while num_tokens != (num_tokens := self._metrics()[_TOKENS]):  # until the last step has ended
+        while num_tokens != (num_tokens := self._num_tokens()):  # until the last step has ended
             time.sleep(_STEP_SECONDS)
         return ended
 
@@ -93,8 +93,11 @@ class VllmServer:
 
             await asyncio.gather(*(ask_again() for _ in range(count)))
 
+    def _num_tokens(self) -> float:
+        return self._wait_until(lambda found: _TOKENS in found)[_TOKENS]
+
     def _metrics(self) -> dict[str, float]:
-        """Return the server's numbers by name; none while it starts."""
+        """Return the server's numbers by name; none where it takes no connection."""
         try:
             with urlopen(f"{self._url}/metrics", timeout=_PATIENCE_SECONDS) as answer:
                 lines = answer.read().decode().splitlines()
@@ -103,14 +106,15 @@ class VllmServer:
         found = (line.rsplit(" ", 1) for line in lines if line.startswith("vllm:"))
         return {name.partition("{")[0]: float(value) for name, value in found}
 
-    def _wait_until(self, holds: Callable[[dict[str, float]], bool]) -> None:
+    def _wait_until(self, holds: Callable[[dict[str, float]], bool]) -> dict[str, float]:
         deadline = time.monotonic() + _PATIENCE_SECONDS
-        while not holds(self._metrics()):
+        while not holds(found := self._metrics()):
             if self._background is not None and self._background.done():
                 self._background.result()
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise WorkerFailed(f"vLLM's server ended or takes more than {_PATIENCE_SECONDS:.0f} s")
             time.sleep(0.2)
+        return found
 
 
 if __name__ == "__main__":
