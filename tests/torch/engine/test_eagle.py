@@ -78,7 +78,7 @@ def test_drafts_are_those_of_the_slow_twin(
     if pauses:
         engine.submit(replace(request("chat", (5, 6, 7), max_tokens=60, temperature=0.0), priority=2))
     generated(engine, temperature=0.0)
-    assert len(drafted) > 60
+    assert len(drafted) > (50 if pauses else 60)  # beside clients nothing is drafted until they end
     for tokens, chain in drafted:
         if len(tokens) > 1:  # a single token has no state before it
             assert chain == best_drafts(weights, policy, tokens, len(chain))
