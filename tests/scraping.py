@@ -21,7 +21,7 @@ TARGET = {"namespace": "team", "rlhfjob": "letters"}  # what a PodMonitor adds t
 OF_LEARNING = {  # of a drafter
     "rlhfspec_generator_drafter_version",
     "rlhfspec_generator_learning_seconds",
-    "rlhfspec_generator_tokens_per_verification",
+    "rlhfspec_generator_draft_level_share",
 }
 Labels = tuple[tuple[str, str], ...]  # sorted, with __name__
 Scrape = dict[Labels, float]

@@ -527,12 +527,14 @@ CHANGED: dict[str, Any] = {
     "suspend": True, "activeDeadlineSeconds": 7200, "preRunningDeadlineSeconds": 60, "ttlSecondsAfterFinished": 9,
     "deletionPolicy": {"failed": "delete"}, "restart": {"id": "2"}, "workers": 3, "replicas": {"min": 1, "max": 8},
     "resources": {"limits": {"cpu": 2}}, "image": "other", "podTemplate": {"metadata": {"labels": {"team": "other"}}},
+    "gateway.workers": 1, "tokenSecret": "other",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("path", [*marked(Spec, Mark.MUTABLE), *marked(Spec, Mark.MUTABLE_WHILE_SUSPENDED)])
 def test_a_run_goes_on_whichever_mutable_field_changed(tmp_path: Path, path: str) -> None:
-    before, after = example_job(steps=5), changed(f"spec.{path}", CHANGED[path.rpartition(".")[2]])
+    known = path.removeprefix("roles.") if path.removeprefix("roles.") in CHANGED else path.rpartition(".")[2]
+    before, after = example_job(steps=5), changed(f"spec.{path}", CHANGED[known])
     assert before != after
     for job in (before, after):
         with RunFolder(tmp_path) as folder:
