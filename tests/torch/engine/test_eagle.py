@@ -11,6 +11,7 @@ import pytest
 import torch
 from eagle_heads import best_drafts, write_head
 from moving import at_once, bits, drain, in_rounds, request
+from recorded_drafts import recorded
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
@@ -20,8 +21,7 @@ from rlhfspec.engine.core import make_engine
 from rlhfspec.engine.distilling import before, learning as distilling
 from rlhfspec.engine.distilling.before import begin, drafter_of
 from rlhfspec.engine.distilling.lessons import Lesson, LessonRing
-from rlhfspec.engine.drafting.base import DraftBatch, DraftPlan, Forest
-from rlhfspec.engine.drafting.model import ModelDrafter
+from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.forward.models import load_drafter
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.huggingface.heads.eagle import EagleHead, load_head, new_head, save_head
@@ -63,17 +63,7 @@ def test_drafts_are_those_of_the_slow_twin(
     policy: Any, folder: Path, arithmetic: str, pauses: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = load_file(folder / "model.safetensors")
-    drafted: list[tuple[list[int], list[int]]] = []
-    genuine = ModelDrafter.propose
-
-    def propose(self: ModelDrafter, batch: DraftBatch, *rest: Any) -> Forest:
-        forest = genuine(self, batch, *rest)
-        for index, (row, length) in enumerate(zip(batch.rows, batch.lengths, strict=True)):
-            chain = forest.token[forest.sequence == index].tolist()
-            drafted.append((batch.tokens[row, :length].tolist(), chain))
-        return forest
-
-    monkeypatch.setattr(ModelDrafter, "propose", propose)
+    drafted = recorded(monkeypatch)
     engine = make(policy, folder, arithmetic=arithmetic, target_tpot=1e-9)
     if pauses:
         engine.submit(replace(request("chat", (5, 6, 7), max_tokens=60, temperature=0.0), priority=2))

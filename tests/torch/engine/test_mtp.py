@@ -10,19 +10,18 @@ import pytest
 import torch
 from moving import at_once, bits, drain, in_rounds, request
 from mtp_layers import KINDS, MtpTwin
+from recorded_drafts import Drafted, recorded
 from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpModel
 
 from rlhfspec.engine import Engine, SamplingParams
-from rlhfspec.engine.drafting.base import DraftBatch, DraftPlan, Forest
-from rlhfspec.engine.drafting.model import ModelDrafter
+from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.tiny import perturbed, random_model
 
 CHAIN = DraftPlan(drafter="model", depth=4)
 TREE = DraftPlan(drafter="model", depth=3, width=2, branch=2)
 PROMPTS = [[1, 2, 3, 4, 5], [7] * 40, [9, 8], [7] * 40, [3], list(range(10, 25))]
-Drafted = list[tuple[list[int], list[int]]]  # text, and the chain behind it
 
 
 @pytest.fixture(scope="module")
@@ -33,18 +32,7 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MtpTwin]:
 @pytest.fixture
 def drafted(monkeypatch: pytest.MonkeyPatch) -> Drafted:
     """Return a list that receives what chains drafted."""
-    found: Drafted = []
-    genuine = ModelDrafter.propose
-
-    def propose(self: ModelDrafter, batch: DraftBatch, *rest: Any) -> Forest:
-        forest = genuine(self, batch, *rest)
-        for index, (row, length) in enumerate(zip(batch.rows, batch.lengths, strict=True)):
-            chain = forest.token[forest.sequence == index].tolist()
-            found.append((batch.tokens[row, :length].tolist(), chain))
-        return forest
-
-    monkeypatch.setattr(ModelDrafter, "propose", propose)
-    return found
+    return recorded(monkeypatch)
 
 
 class Unattending(torch.nn.Module):

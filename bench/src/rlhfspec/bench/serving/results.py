@@ -57,7 +57,7 @@ class TimedAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeTurn:
-    """One mode in one repetition."""
+    """Measurements of a mode in one repetition."""
 
     seconds: float  # until the last answer
     answers: tuple[TimedAnswer, ...] = ()
@@ -71,7 +71,7 @@ class ServeTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeRow:
-    """One mode in all repetitions: percentiles 50 and 95 over all chats in seconds, and tokens or chats a second."""
+    """Measurements of a mode in all repetitions: percentiles 50 and 95 in seconds, and tokens or chats a second."""
 
     mode: str
     ttft: tuple[float, ...]
