@@ -187,7 +187,7 @@ class Engine(Moves):
             raise WeightsVersionError(version, state.weights_version, "must grow with every swap")
         state.target.runner.load_weights(dict(state_dict))
         if state.few_bits is not None:
-            state.few_bits.requantise()
+            state.few_bits.is_stale = True
         self.scheduler.drop_kv()
         state.weights_version = version
         self.speculation.reset()

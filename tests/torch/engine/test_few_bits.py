@@ -1,6 +1,7 @@
 """The policy in 8 bits as its own drafter: the same tokens, nearly always accepted, made anew with the weights."""
 
 import copy
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +13,10 @@ from moving import DRAFTS_FOR_ITSELF, TREE, bits, drain, fresh_forward, kv_at, m
 from rlhfspec.engine import Engine
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import make_engine
-from rlhfspec.engine.drafting.base import DraftPlan
+from rlhfspec.engine.drafting.base import DraftOutcome, DraftPlan
 from rlhfspec.engine.drafting.cost import TARGET, CostModel, CostTable, draft_kind
 from rlhfspec.engine.forward import memory, models
+from rlhfspec.engine.forward.few_bits import FewBits
 from rlhfspec.engine.kv.state import EngineState
 from rlhfspec.engine.scheduling import speculation
 from rlhfspec.engine.scheduling.speculation import Speculator
@@ -89,12 +91,37 @@ def test_the_self_drafter_follows_new_weights_of_the_policy(dtype: str, caplog: 
     for each in (engine, plain):
         each.submit(request("x", max_tokens=60))
         each.step()
-        each.load_weights(dict(new.state_dict()), version=1)
+        each.load_weights(dict(model().state_dict()), version=1)
+        each.load_weights(dict(new.state_dict()), version=2)
+    assert all(map(torch.equal, numbers_of(engine), first)), "nothing was drafted since"
+    assert bits(drain(engine)["x"]) == bits(drain(plain)["x"])
     assert ["quantised the policy" in line for line in caplog.messages] == [True], "once, for the engine that drafts"
     there_at_once = numbers_of(make(model=new, draft="self", dtype=dtype))
     assert all(map(torch.equal, numbers_of(engine), there_at_once))
     assert not any(map(torch.equal, numbers_of(engine), first))
-    assert bits(drain(engine)["x"]) == bits(drain(plain)["x"])
+
+
+def test_the_time_of_quantising_is_not_saved_and_is_not_a_step_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    genuine, engine = FewBits.requantise, make(draft="self", speculation=CHAIN)
+    selector = engine.speculation.selector
+    observe, step_seconds = selector.observe, []
+
+    def slow(few_bits: FewBits) -> float:
+        time.sleep(2.0)
+        return genuine(few_bits) + 2.0
+
+    def watch(seen: DraftOutcome) -> None:
+        step_seconds.append(seen.step_seconds)
+        observe(seen)
+
+    monkeypatch.setattr(FewBits, "requantise", slow)
+    monkeypatch.setattr(selector, "observe", watch)
+    engine.load_weights(dict(model().state_dict()), version=1)
+    engine.submit(request("x", max_tokens=60))
+    drain(engine)
+    [told] = engine.stats().drafting
+    assert told.saved_seconds < -1.0
+    assert max(step_seconds) < 2.0
 
 
 def test_the_cache_holds_what_the_policy_writes() -> None:

@@ -32,6 +32,7 @@ class FewBits:
 
     def __init__(self, runner: ModelRunner, *, is_optional: bool) -> None:
         self.is_optional = is_optional  # dropped where start-up costs say that it does not pay
+        self.is_stale = False  # the policy's weights have changed since
         self._pairs: list[tuple[Any, Any]] = []  # quantised layer, and the policy's
         self._copies: dict[int, Any] = {}
         self._device = runner.config.device
@@ -44,8 +45,8 @@ class FewBits:
         return 0.95 if self._device.type == "cpu" else 0.72
 
     @torch.inference_mode()
-    def requantise(self) -> None:
-        """Update the copy after the policy's weights changed."""
+    def requantise(self) -> float:
+        """Update the copy after the policy's weights changed, and return the seconds taken."""
         began = time.perf_counter()
         for copied, layer in self._pairs:
             if isinstance(copied, FewBitLinear):
@@ -56,7 +57,9 @@ class FewBits:
             self.runner.native.bind()
         wait_for(self._device)
         seconds = time.perf_counter() - began
+        self.is_stale = False
         log.info("quantised the policy for drafting in %.3f s", seconds, extra={"fields": {"seconds": seconds}})
+        return seconds
 
     def _copy(self, module: Any) -> Any:
         if id(module) not in self._copies:

@@ -54,6 +54,7 @@ class Proposal:
     num_proposed: int = 0
     choice: DraftChoice | None = None
     seconds: float = 0.0
+    requantise_seconds: float = 0.0  # once for all drafts with the same weights
 
     @property
     def num_drafting(self) -> int:
@@ -132,6 +133,7 @@ class Speculator:
     def propose(self, schedule: StepRows) -> Proposal:
         decode_rows, state = schedule.decode_rows, self._batch_state(schedule)
         plan = self.selector.plan(state) if len(decode_rows) else PLAIN
+        requantise_seconds = self._requantise_for(plan)
         began = time.perf_counter()
         batch = self.batch(decode_rows)
         if plan.drafter is None:
@@ -144,8 +146,14 @@ class Speculator:
         choice = self.selector.budget(plan, state, forest, seconds)
         return Proposal(
             plan=plan, state=state, batch=batch, forest=self._fitting(forest.take(choice.keep), decode_rows),
-            num_proposed=forest.size, choice=choice, seconds=seconds,
+            num_proposed=forest.size, choice=choice, seconds=seconds, requantise_seconds=requantise_seconds,
         )  # fmt: skip
+
+    def _requantise_for(self, plan: DraftPlan) -> float:
+        few_bits = self.state.few_bits
+        if few_bits is None or not few_bits.is_stale or plan.drafter is None:
+            return 0.0
+        return few_bits.requantise() if DRAFTERS[plan.drafter].runs_draft_model else 0.0
 
     def _batch_state(self, schedule: StepRows) -> BatchState:
         rows = schedule.decode_rows
@@ -173,7 +181,8 @@ class Speculator:
             plan=proposal.plan, state=proposal.state, forest=proposal.forest,
             reached=walk.reached, accepted=walk.accepted,
             num_committed=num_committed, num_proposed=proposal.num_proposed, choice=proposal.choice,
-            draft_seconds=proposal.seconds, verify_seconds=verify_seconds, step_seconds=step_seconds,
+            draft_seconds=proposal.seconds, verify_seconds=verify_seconds,
+            step_seconds=step_seconds - proposal.requantise_seconds,
         )  # fmt: skip
         self.selector.observe(outcome)
         self._num_rows, drafter = batch.size, proposal.plan.drafter
