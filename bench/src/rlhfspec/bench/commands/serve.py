@@ -22,7 +22,7 @@ def serve(
     modes: Annotated[
         str | None,
         typer.Option(
-            help="Modes: alone,rollouts,priority,equal,vllm-alone,vllm-rollouts,vllm-priority.  [default: without vllm]"
+            help="Modes: alone,rollouts,priority,equal,vllm-alone,vllm-rollouts,vllm-priority.  [default: all]"
         ),
     ] = None,
     rate: Annotated[float | None, typer.Option(help="Number of chats that arrive in a second.")] = None,

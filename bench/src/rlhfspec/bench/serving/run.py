@@ -53,7 +53,7 @@ class ServeSettings:
 
     model: str
     draft: str | None
-    modes: tuple[str, ...] = tuple(name for name, mode in SERVE_MODES.items() if mode.system == OURS)
+    modes: tuple[str, ...] = tuple(SERVE_MODES)
     rate: float = 1.0  # chats a second
     chats: int = 30  # in a repetition
     num_tokens: int = 48  # of the longest answer
