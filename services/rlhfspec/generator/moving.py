@@ -20,6 +20,7 @@ from rlhfspec.messages.wire.codec import encode
 from rlhfspec.messages.wire.fields import read, write
 from rlhfspec.moves.migration.base import Peer
 from rlhfspec.moves.migration.mover import MAX_OUTGOING_MOVES, Mover
+from rlhfspec.moves.migration.source import GONE, SILENT, STAYS
 from rlhfspec.stage.bus import Inbox, StageBus
 from rlhfspec.telemetry.base import SampleProgress
 
@@ -27,8 +28,7 @@ _MOVE_AWAY_SECONDS = 3.5  # to move all running samples away
 _PEER_RETRY_SECONDS = 0.02  # before a full peer is tried again
 MOST_ADVICE = 32  # concurrent moves; further advice is dropped
 _LOAD_SECONDS = 2.0  # decoders whose newest load is older get nothing; idle ones report every second
-# Reasons of this generator, which tell nothing about a decoder's room:
-_OWN_REASONS = ("waits", "finished", "costs", "it ", "its ", "this ", "the engine", "given up")
+_OWN_CODES = ("waits", "finished", "costs", STAYS)  # causes here, which tell nothing about a decoder's room
 _REASONS = {"leave": "its generator leaves", "prefilled": "its prompt is prefilled"}
 
 
@@ -172,10 +172,10 @@ class OwnMoves:
         await self.mover.close()
 
     async def _away(self, sample: str, worker: int) -> None:
-        if (peer := self._peers.get(worker)) is None:
+        if worker not in self._peers:
             return
         moved = await self._begin(self._own_move("leave", sample, worker), must_go=True)
-        if moved.how == "kept" and moved.reason.startswith(("leaving", "the destination is gone", peer.address)):
+        if moved.how == "kept" and moved.code in ("leaving", GONE, SILENT):
             self._peers.pop(worker, None)
 
     def _own_move(self, why: str, sample: str, worker: int) -> Move:
@@ -197,7 +197,7 @@ class OwnMoves:
     async def _move(self, move: Move, must_go: bool, prefilled: bool) -> Moved:
         try:
             moved = await self.mover.move(move, self._peers[move.destination], must_go=must_go, prefilled=prefilled)
-            has_failed = moved.how == "lost" or (moved.how == "kept" and not moved.reason.startswith(_OWN_REASONS))
+            has_failed = moved.how == "lost" or (moved.how == "kept" and moved.code not in _OWN_CODES)
             if has_failed and move.destination in self._decoders:
                 self._book(move.destination, 0)
             await self._bus.publish(moved)

@@ -12,6 +12,7 @@ from rlhfspec.generator.moving import OwnMoves
 from rlhfspec.messages.records import Move, Moved, WorkerInfo
 from rlhfspec.messages.transport.clock import FakeClock
 from rlhfspec.messages.transport.memory import MemoryTransport
+from rlhfspec.moves.migration.source import GONE, SILENT, STAYS
 from rlhfspec.stage.bus import Bus
 
 
@@ -19,33 +20,33 @@ class RefusingMover:
     incarnation = "source"
     moving: frozenset[str] = frozenset()
 
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
+    def __init__(self, code: str) -> None:
+        self.code = code
         self.asked: list[tuple[str, int]] = []
 
     async def move(self, move: Move, peer: object, **options: bool) -> Moved:
         self.asked.append((move.sample_id, move.destination))
         return Moved(
             id=move.id, job=JOB, sample_id=move.sample_id, source=0, destination=move.destination, how="kept",
-            reason=self.reason,
+            code=self.code,
         )  # fmt: skip
 
 
 class HandingOver:
     """Worker 0, which prefills for two decoders."""
 
-    def __init__(self, bus: Bus, clock: FakeClock, reason: str) -> None:
-        self.clock, self.mover = clock, RefusingMover(reason)
+    def __init__(self, bus: Bus, clock: FakeClock, code: str) -> None:
+        self.clock, self.mover = clock, RefusingMover(code)
         mover: Any = self.mover
         self.moves = OwnMoves(bus.of("generator"), mover, asyncio.Event(), job=JOB, num_prefilling=1)
         for worker in (1, 2):
             self.met(worker, "a")
 
     @classmethod
-    async def to_two(cls, reason: str = "room: none") -> "HandingOver":
+    async def to_two(cls, code: str = "room") -> "HandingOver":
         clock = FakeClock()
         workers = {"generator": 3}
-        return cls(await Bus.open(MemoryTransport(clock=clock), JOB, workers=workers, clock=clock), clock, reason)
+        return cls(await Bus.open(MemoryTransport(clock=clock), JOB, workers=workers, clock=clock), clock, code)
 
     def met(self, worker: int, process: str) -> None:
         self.moves.meet(
@@ -84,18 +85,10 @@ async def test_a_silent_or_replaced_decoder_gets_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reason", "is_asked_again"),
-    [
-        ("room: 0 free rows", False),
-        ("the destination is gone", False),
-        ("generator-1: no reply for 2 s", False),
-        ("waits: it has no KV yet", True),
-        ("it is already being moved", True),
-        ("given up after 3 attempts: epoch differs", True),
-    ],
+    ("code", "is_asked_again"), [("room", False), (GONE, False), (SILENT, False), ("waits", True), (STAYS, True)]
 )
-async def test_only_a_decoder_that_refused_or_was_silent_counts_as_full(reason: str, is_asked_again: bool) -> None:
-    over = await HandingOver.to_two(reason)
+async def test_only_a_decoder_that_refused_or_was_silent_counts_as_full(code: str, is_asked_again: bool) -> None:
+    over = await HandingOver.to_two(code)
     over.moves.loaded(a_load(1, []))
     assert await over.over(a_view("x"))
     assert bool(await over.over(a_view("x"))) == is_asked_again

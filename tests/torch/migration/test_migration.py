@@ -139,7 +139,7 @@ async def test_a_prefilled_move_leaves_a_waiting_sequence_where_it_is() -> None:
         await here.until(lambda: here.steps)
         await here.submit("y", seed=2, max_tokens=2)
         moved = await here.move("y", there, prefilled=True)
-    assert (moved.how, moved.reason) == ("kept", "waits: it has no KV yet")
+    assert (moved.how, moved.code, moved.reason) == ("kept", "waits", "waits: it has no KV yet")
 
 
 ASK = messages.Ask(move="m", sample="x", number=1, source="s", destination="d")

@@ -73,7 +73,7 @@ class PassesOnAtOnce(Destination):
 class NoDoubt(MoveSource):
     def _doubt(self, event: Any, now: float) -> Any:
         if isinstance(event, ours.Silence):
-            return [ours.Reattach(), *self._keep("no reply")]
+            return [ours.Reattach(), *self._keep(ours.SILENT, "no reply")]
         return super()._doubt(event, now)
 
 
@@ -88,7 +88,7 @@ class TakesBackAfterDoubt(MoveSource):
 class BelievesGoneForEver(MoveSource):
     def _doubt(self, event: Any, now: float) -> Any:
         if isinstance(event, ours.Heard) and isinstance(event.reply, messages.Gone):
-            return [ours.Reattach(), *self._keep("gone")]
+            return [ours.Reattach(), *self._keep(ours.GONE, "gone")]
         return super()._doubt(event, now)
 
 
@@ -261,3 +261,22 @@ def test_a_finished_source_ignores_further_events() -> None:
     machine.on(ours.Failed("finished", "length"), 0.0)
     assert machine.state == "over"
     assert machine.on(ours.SourceTick(), 99.0) == []
+
+
+@pytest.mark.parametrize(
+    ("event", "code"),
+    [
+        (ours.GiveUp("its generator is leaving"), ours.STAYS),
+        (ours.Failed("waits", "it has no KV yet"), "waits"),
+        (ours.Silence(), ours.SILENT),
+        (ours.Heard(messages.Refused(**HEAD, field="room", reason="0 free rows")), "room"),
+        (ours.Heard(messages.Gone(**HEAD, here="other")), ours.GONE),
+    ],
+)
+def test_a_kept_sequence_comes_with_the_code_of_its_cause(event: Any, code: str) -> None:
+    source = MoveSource("m", "x", source="s", destination="d", numbers=itertools.count(1))
+    source.start()
+    source.on(ours.Described(b"manifest", 3, has_kv=True), 0.0)
+    *_, end = source.on(event, 0.0)
+    assert isinstance(end, ours.MoveEnd)
+    assert (end.how, end.code) == ("kept", code)

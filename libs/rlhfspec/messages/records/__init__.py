@@ -237,6 +237,7 @@ class Moved:
     destination: int
     how: MoveOutcome
     reason: str = ""  # of a refusal or a failure
+    code: str = ""  # of that reason, for programs
     num_bytes: int = 0
     num_rounds: int = 0  # of KV sent while the source continued
     num_tokens: int = 0  # of the sample

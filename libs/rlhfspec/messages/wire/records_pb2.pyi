@@ -331,7 +331,7 @@ class Move(_message.Message):
     def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., sample_id: _Optional[str] = ..., source: _Optional[int] = ..., destination: _Optional[int] = ..., gain_seconds: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Moved(_message.Message):
-    __slots__ = ("id", "job", "sample_id", "source", "destination", "how", "reason", "num_bytes", "num_rounds", "num_tokens", "num_recomputed", "pause_seconds")
+    __slots__ = ("id", "job", "sample_id", "source", "destination", "how", "reason", "code", "num_bytes", "num_rounds", "num_tokens", "num_recomputed", "pause_seconds")
     ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -339,6 +339,7 @@ class Moved(_message.Message):
     DESTINATION_FIELD_NUMBER: _ClassVar[int]
     HOW_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -351,12 +352,13 @@ class Moved(_message.Message):
     destination: int
     how: str
     reason: str
+    code: str
     num_bytes: int
     num_rounds: int
     num_tokens: int
     num_recomputed: int
     pause_seconds: float
-    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., sample_id: _Optional[str] = ..., source: _Optional[int] = ..., destination: _Optional[int] = ..., how: _Optional[str] = ..., reason: _Optional[str] = ..., num_bytes: _Optional[int] = ..., num_rounds: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_recomputed: _Optional[int] = ..., pause_seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., sample_id: _Optional[str] = ..., source: _Optional[int] = ..., destination: _Optional[int] = ..., how: _Optional[str] = ..., reason: _Optional[str] = ..., code: _Optional[str] = ..., num_bytes: _Optional[int] = ..., num_rounds: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_recomputed: _Optional[int] = ..., pause_seconds: _Optional[float] = ...) -> None: ...
 
 class Plan(_message.Message):
     __slots__ = ("id", "job", "num_wanted", "why_wanted", "ends", "num_generators", "num_samples", "latest_end", "latest_end_after", "moves", "why_not", "dry")

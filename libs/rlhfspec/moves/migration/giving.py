@@ -375,8 +375,9 @@ class Giving:
         move = self._move
         return Moved(
             id=move.id, job=move.job, sample_id=move.sample_id, source=move.source, destination=move.destination,
-            how=end.how, reason=end.reason or self._reason, num_bytes=self._num_bytes, num_rounds=end.num_rounds,
-            num_tokens=self._num_tokens, num_recomputed=end.num_recomputed, pause_seconds=self._pause,
+            how=end.how, reason=end.reason or self._reason, code=end.code, num_bytes=self._num_bytes,
+            num_rounds=end.num_rounds, num_tokens=self._num_tokens, num_recomputed=end.num_recomputed,
+            pause_seconds=self._pause,
         )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from rlhfspec.moves.migration.base import Custody, MoveControl, Peer
 from rlhfspec.moves.migration.engine_calls import EngineCalls, EngineStopped
 from rlhfspec.moves.migration.giving import Giving, MoveContext
 from rlhfspec.moves.migration.links.opening import Links
-from rlhfspec.moves.migration.source import MoveSource
+from rlhfspec.moves.migration.source import STAYS, MoveSource
 from rlhfspec.moves.migration.taking import Taking
 
 MAX_OUTGOING_MOVES = 4  # outgoing at once; others wait
@@ -121,5 +121,5 @@ class Mover:
 def _kept(move: Move, reason: str) -> Moved:
     return Moved(
         id=move.id, job=move.job, sample_id=move.sample_id, source=move.source, destination=move.destination,
-        how="kept", reason=reason,
+        how="kept", reason=reason, code=STAYS,
     )  # fmt: skip

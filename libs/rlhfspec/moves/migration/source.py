@@ -24,6 +24,9 @@ MOST_ROUNDS = 3
 MOST_ATTEMPTS = 3  # of one move; each preemption costs one
 _WEIGHTS_FIELDS = ("weights_version", "fingerprint")  # refusals after which tokens are still welcome
 How = Literal["kv", "tokens", "kept", "lost"]
+# Codes of kept sequences, beside the fields of refusals and failures:
+GONE, SILENT = "gone", "silent"  # the destination
+STAYS = "stays"  # because of the source
 
 
 # ---- events ---------------------------------------------------------------------------------------------------------
@@ -148,6 +151,7 @@ class MoveEnd:
     reason: str = ""
     num_rounds: int = 0
     num_recomputed: int = 0
+    code: str = ""  # if kept
 
 
 Action = Describe | Tell | Pack | Detach | Wait | Reattach | LetGo | Notify | MoveEnd
@@ -182,25 +186,25 @@ class MoveSource:
             return self._doubt(event, now)
         match event:
             case GiveUp(reason):
-                return self._abort(reason)
+                return self._abort(STAYS, reason)
             case Heard(messages.Gone()):
-                return self._keep("the destination is gone")
+                return self._keep(GONE, "the destination is gone")
             case Heard(messages.Refused(field=field, reason=reason)) if self._has_kv and self._goes_without(field):
                 self._has_kv = False
                 return self._again(reason)
             case Heard(messages.Refused(field="reservation", reason=reason)):  # it was preempted there
                 return self._again(reason)
             case Heard(messages.Refused(field=field, reason=reason)):
-                return self._keep(f"{field}: {reason}")
+                return self._keep(field, f"{field}: {reason}")
             case Failed(field="epoch", reason=reason):
                 return [*self._parting(), *self._again(reason)]
             case Failed(field="link", reason=reason) if self._has_kv and self._must_go:
                 self._has_kv = False
                 return [*self._parting(), *self._again(reason)]
             case Failed(field, reason):
-                return self._abort(f"{field}: {reason}")
+                return self._abort(field, f"{field}: {reason}")
             case Silence(reason):
-                return self._abort(reason)
+                return self._abort(SILENT, reason)
         return self._go_on(event, now)
 
     def _is_old(self, event: Event) -> bool:
@@ -275,7 +279,7 @@ class MoveSource:
                 settled = Notify(messages.Settled(**self._head()))
                 return [LetGo(is_known=True), settled, MoveEnd(how, "", self._rounds, recomputed)]
             case Heard(messages.Refused(field=field, reason=reason)):
-                return [Reattach(), *self._keep(f"{field}: {reason}")]
+                return [Reattach(), *self._keep(field, f"{field}: {reason}")]
             case _ if now - self._since >= DOUBT_SECONDS:  # a later Gone proves nothing: it may have been passed on
                 self.state = "over"
                 return [LetGo(is_known=False), MoveEnd("lost", "the destination never confirmed it", self._rounds)]
@@ -283,7 +287,7 @@ class MoveSource:
                 self.state = "over"
                 return [LetGo(is_known=False), MoveEnd("lost", reason, self._rounds)]
             case Heard(messages.Gone()):
-                return [Reattach(), *self._keep("the destination is gone")]
+                return [Reattach(), *self._keep(GONE, "the destination is gone")]
             case SourceTick():
                 return [Tell(messages.Ask(**self._head()))]
             case Heard(messages.Unknown()) | Silence():
@@ -292,12 +296,12 @@ class MoveSource:
 
     def _again(self, reason: str) -> list[Action]:
         if self._attempts >= MOST_ATTEMPTS:
-            return self._keep(f"given up after {self._attempts} attempts: {reason}")
+            return self._keep(STAYS, f"given up after {self._attempts} attempts: {reason}")
         self.state, self._mark, self._rounds, self._ranges = "describing", b"", 0, 0
         return [Describe()]
 
-    def _abort(self, reason: str) -> list[Action]:
-        return [*self._parting(), *self._keep(reason)]
+    def _abort(self, code: str, reason: str) -> list[Action]:
+        return [*self._parting(), *self._keep(code, reason)]
 
     def _goes_without(self, field: str) -> bool:
         return field in _WEIGHTS_FIELDS or (self._must_go and field in ("link", "room"))
@@ -305,9 +309,9 @@ class MoveSource:
     def _parting(self) -> list[Action]:
         return [Notify(messages.Abort(**self._head()))] if self._number else []
 
-    def _keep(self, reason: str) -> list[Action]:
+    def _keep(self, code: str, reason: str) -> list[Action]:
         self.state = "over"
-        return [MoveEnd("kept", reason, self._rounds)]
+        return [MoveEnd("kept", reason, self._rounds, code=code)]
 
     def _head(self) -> dict[str, Any]:
         source, destination = self._ends
