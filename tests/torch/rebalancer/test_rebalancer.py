@@ -1,9 +1,10 @@
 """The rebalancing stage knows the latest signals and can die at any time; the advised number settles."""
 
 import asyncio
+import json
 import math
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from rlhfspec.engine.params import SamplingParams
 from rlhfspec.generator.load import LoadMeter
 from rlhfspec.job import RLHFJob
 from rlhfspec.messages.loop import workers_of
-from rlhfspec.messages.records import Move, Plan
+from rlhfspec.messages.records import Move, Moved, Plan
 from rlhfspec.messages.transport.clock import FakeClock
 from rlhfspec.messages.transport.memory import MemoryTransport
 from rlhfspec.moves.rebalancing import elastic as advised
@@ -486,3 +487,11 @@ def test_a_rebalancer_asks_for_more_generators_of_a_job_that_lets_it(tmp_path: P
             knowledge.loaded(a_load(0, range(32), step=step, sample_ids=names), now)
             knowledge.advise(now)
     assert knowledge.wanted.number > 1
+
+
+def test_a_move_recorded_before_there_were_codes_is_still_read(tmp_path: Path) -> None:
+    moved = Moved(id="m", job=JOB, sample_id="x", source=0, destination=1, how="kept", reason="room: none")
+    line = {"kind": "moved", "at": 1.0, **asdict(moved)}
+    del line["code"]
+    (tmp_path / "moves.jsonl").write_text(json.dumps(line) + "\n")
+    assert [read for read, _ in read_moves(tmp_path)] == [line]

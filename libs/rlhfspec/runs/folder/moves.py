@@ -20,7 +20,7 @@ MOVES_FILE, COSTS_FILE = "moves.jsonl", "costs.json"
 _ENDS = {"num_samples", "num_generators", "latest_end", "latest_end_after"}
 _LINE_KEYS = {
     "plan": {"at", "id", "moves", "why_not", "dry", *_ENDS},
-    "moved": {"at", *(field.name for field in fields(Moved))},
+    "moved": {"at", *(field.name for field in fields(Moved))} - {"code"},  # older files have none
 }
 log = logging.getLogger("rlhfspec.telemetry")
 
