@@ -101,7 +101,7 @@ def test_the_self_drafter_follows_new_weights_of_the_policy(dtype: str, caplog: 
     assert not any(map(torch.equal, numbers_of(engine), first))
 
 
-def test_the_time_of_quantising_is_not_saved_and_is_not_a_step_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_quantising_counts_against_what_is_saved_and_not_as_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     genuine, engine = FewBits.requantise, make(draft="self", speculation=CHAIN)
     selector = engine.speculation.selector
     observe, step_seconds = selector.observe, []
